@@ -1,0 +1,2 @@
+import loky.process_executor, tqdm
+import fifobatch.worker

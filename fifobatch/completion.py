@@ -1,0 +1,192 @@
+"""The as-completed iterator: refill, wait, deliver, abandon.
+
+Runs in the consumer's thread; only futures' done callbacks, which put them into a queue, run in others.
+
+::
+
+    chunks --> submit(chunk) -> Future          while the window has room
+                   |  done callback
+                   v
+    completed queue (SimpleQueue, in order of completion)
+                   |  wait
+                   v
+    window: may it be delivered yet? --> Batch
+
+Several threads may share one iterator: a lock gives each batch to one of them.
+"""
+
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from typing import Any, Protocol
+
+from fifobatch.errors import ChunkTimeoutError, ClosedError
+from fifobatch.plan import Batch, Chunk
+from fifobatch.window import Window
+
+__all__ = ["BatchFuture", "Completions"]
+
+
+class BatchFuture(Future[Batch[Any]]):
+    """The future of one batch.
+
+    Attributes:
+        chunk: What it loads.
+    """
+
+    def __init__(self, chunk: Chunk) -> None:
+        super().__init__()
+        self.chunk = chunk
+        self.inner: Future[Any] | None = None  # the pool's
+
+    def cancel(self) -> bool:
+        """Cancel, if no worker has it yet. Once the pool has queued it for a worker, it cannot be cancelled."""
+        # The pool's future decides; when it is cancelled, its done callback settles this one.
+        return self.inner is not None and self.inner.cancel()
+
+    def settle_cancelled(self) -> None:
+        """Mark as cancelled: its chunk will not be loaded."""
+        super().cancel()
+        self.set_running_or_notify_cancel()
+
+
+class Loading(Protocol):
+    """Who loads the chunks of one iteration."""
+
+    def submit(self, chunk: Chunk) -> BatchFuture:
+        """Start loading ``chunk``."""
+
+    def end(self) -> None:
+        """Give up what is under way. Also called by the garbage collector, so it takes no lock."""
+
+
+class Completions(Iterator[Any]):
+    """Iterate batches as they complete.
+
+    Filling the window begins at once, in the constructor. An error in the plan's own sampler waits until everything that
+    was submitted before has been delivered.
+
+    Args:
+        chunks: What to load, in plan order.
+        loading: Who loads it; None if there are no chunks.
+        window: How much may be under way, and in which order it comes.
+        select: What to yield of a batch.
+        timeout: Seconds to wait for the next batch; None for ever.
+    """
+
+    def __init__(
+        self,
+        chunks: Iterator[Chunk],
+        loading: Loading | None,
+        window: Window[BatchFuture],
+        select: Callable[[Batch[Any]], Any],
+        timeout: float | None = None,
+    ) -> None:
+        self._chunks: Iterator[Chunk] | None = chunks if loading is not None else None
+        self._loading = loading
+        self._window = window
+        self._select = select
+        self._timeout = timeout
+        self._completed: queue.SimpleQueue[BatchFuture | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._sampler_error: Exception | None = None
+        self._closed = False
+        self.seconds_waited = 0.0
+        self._end: Callable[[], object] = lambda: None
+        if loading is not None:
+            self._end = finalizer = weakref.finalize(self, loading.end)
+            finalizer.atexit = False
+        try:
+            self._refill()
+        except BaseException:
+            self._end()
+            raise
+
+    @property
+    def under_way(self) -> int:
+        """Batches submitted and not yet yielded."""
+        return self._window.under_way
+
+    def __next__(self) -> Any:
+        """Return the next batch to complete.
+
+        Raises:
+            ChunkTimeoutError: None completed within ``timeout``; the iterator can be used on.
+            ClosedError: The iterator was closed, or belongs to another process.
+            Exception: What the user's code raised for this batch; the other batches still come.
+            StopIteration: Every batch of the plan was yielded.
+        """
+        with self._lock:
+            try:
+                future = self._next_future()
+            except (Exception, StopIteration):
+                raise
+            except BaseException:  # an interrupt: what is under way has lost its consumer
+                self.close()
+                raise
+        try:
+            return self._select(future.result())
+        except CancelledError:
+            raise ClosedError(f"chunk {future.chunk.number} was cancelled: the executor was shut down") from None
+        finally:
+            del future  # the error's traceback holds this frame
+
+    def _next_future(self) -> BatchFuture:
+        self._check_open()
+        while not self._window.ready:
+            if not self._window.under_way:
+                self._end()
+                error, self._sampler_error = self._sampler_error, None
+                raise StopIteration if error is None else error
+            self._receive()
+            self._check_open()
+        _, future = self._window.deliver()
+        self._refill()
+        return future
+
+    def _receive(self) -> None:
+        """Take one completed future from the queue, waiting for it."""
+        start = time.perf_counter()
+        try:
+            future = self._completed.get(timeout=self._timeout)
+        except queue.Empty:
+            raise ChunkTimeoutError(
+                f"no batch arrived within timeout={self._timeout:g} seconds; {self._window.under_way} are under way. "
+                "Raise timeout, or find out what the samples wait for"
+            ) from None
+        finally:
+            self.seconds_waited += time.perf_counter() - start
+        if future is not None:  # None: close() woke us up
+            self._window.complete(future.chunk.number, future)
+
+    def _refill(self) -> None:
+        while self._chunks is not None and self._loading is not None and not self._window.full:
+            try:
+                chunk = next(self._chunks)
+                future = self._loading.submit(chunk)
+            except StopIteration:
+                self._chunks = None
+            except Exception as error:  # the user's sampler, or a pool that takes no more: first deliver what is here
+                self._chunks, self._sampler_error = None, error
+            else:
+                self._window.submit()
+                future.add_done_callback(self._completed.put)  # type: ignore[arg-type]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this iterator was closed; start a new one with iter(loader)")
+        if os.getpid() != self._pid:
+            raise ClosedError("this iterator belongs to the parent process; make a loader of your own after a fork")
+
+    def close(self) -> None:
+        """Give up what is under way. Idempotent; may be called from any thread."""
+        if not self._closed:
+            self._closed = True
+            self._chunks = None
+            self._end()
+            self._completed.put(None)

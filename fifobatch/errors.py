@@ -1,0 +1,48 @@
+"""What can go wrong, by whose fault it is.
+
+::
+
+    FifobatchError (RuntimeError)
+    |-- SampleError                           your dataset failed, and its own error could not be raised here
+    |-- WorkerDiedError (BrokenExecutor)      a worker process died: killed, out of memory, a crash in C code
+    |-- ChunkTimeoutError (TimeoutError)      no batch arrived within ``timeout`` seconds
+    |-- PlanError (ValueError)                what you asked for cannot be planned or sent to a worker
+    `-- ClosedError                           you closed it, then used it
+
+What ``dataset[i]``, ``collate_fn`` or ``worker_init_fn`` raise is raised again as what it is, with a note that
+names the index, the chunk and the worker. Only what would end a loop or a script without a word
+(``StopIteration``, ``SystemExit``, ``KeyboardInterrupt``, ...) and what cannot be rebuilt arrives as ``SampleError``.
+
+These classes are raised in the parent process, in the thread that iterates or calls ``result()``.
+"""
+
+from concurrent.futures import BrokenExecutor
+
+__all__ = ["ChunkTimeoutError", "ClosedError", "FifobatchError", "PlanError", "SampleError", "WorkerDiedError"]
+
+
+class FifobatchError(RuntimeError):
+    """Base of every error that fifobatch itself raises."""
+
+
+class SampleError(FifobatchError):
+    """User code failed in a worker, and its own error cannot be raised here.
+
+    The message holds the type and text of the original error; a note holds its traceback.
+    """
+
+
+class WorkerDiedError(FifobatchError, BrokenExecutor):
+    """A worker process died before it could answer. The message has its exit code."""
+
+
+class ChunkTimeoutError(FifobatchError, TimeoutError):
+    """No batch arrived within the loader's ``timeout``, in seconds."""
+
+
+class PlanError(FifobatchError, ValueError):
+    """The request cannot be planned, or cannot be sent to a worker. The message says what to change."""
+
+
+class ClosedError(FifobatchError):
+    """The loader, executor or iterator was closed (or the interpreter is exiting), then used."""

@@ -1,0 +1,274 @@
+"""What crosses between processes, as bytes: datasets, batches and errors.
+
+`dumps` and `loads` run on both sides: datasets are dumped in the parent and loaded in a worker, batches the other way
+round. `report` runs in a worker, `rebuild` in the parent, both next to the user's code that failed.
+
+cloudpickle carries what ``__main__`` and notebook cells define. Buffers (NumPy arrays, plain CPU tensors) stay out of
+band, so that `transport` can move them without another copy.
+"""
+
+import ctypes
+import io
+import pickle
+import sys
+import traceback
+import types
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+from cloudpickle import cloudpickle as _cloudpickle
+
+from fifobatch.errors import SampleError
+
+__all__ = ["Pickled", "Report", "dumps", "find_culprit", "loads", "loads_sent", "rebuild", "report", "sent_classes"]
+
+IN_BAND_BYTES = 512  # a smaller buffer costs less inside the pickle than as a block of its own
+
+# Ids (cloudpickle's) of the classes that came with a dataset. A worker names them by id when it sends them back, so
+# that the parent finds its own class again: isinstance and except hold, and nothing of the parent's is redefined.
+_received: set[str] = set()
+
+
+@dataclass
+class Pickled:
+    """A pickle and its out-of-band buffers.
+
+    Attributes:
+        data: The pickle itself (protocol 5).
+        buffers: Its out-of-band buffers, in order; valid as long as the pickled object is alive and unchanged.
+        modules: Names of the modules that unpickling it will import.
+        shares_memory: Whether it holds tensors in shared memory, which arrive as copies.
+    """
+
+    data: bytes
+    buffers: list[memoryview]
+    modules: set[str] = field(default_factory=set)
+    shares_memory: bool = False
+
+
+def dumps(obj: object, *, classes_by_id: bool = False) -> Pickled:
+    """Pickle anything that cloudpickle can, with big buffers out of band.
+
+    Args:
+        obj: What to pickle.
+        classes_by_id: Name the classes that came with a dataset by id: for what goes back to where they came from.
+
+    Raises:
+        Exception: Whatever the object's own pickling raises; ``TypeError`` for an open file.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, _received if classes_by_id else ())
+    pickler.dump(obj)
+    return Pickled(file.getvalue(), pickler.blocks, pickler.modules, pickler.shares_memory)
+
+
+def loads(data: bytes | bytearray, buffers: Sequence[Any] = ()) -> Any:
+    """Unpickle what `dumps` made; the objects are built over ``buffers``, which must be writable."""
+    return pickle.loads(data, buffers=buffers)
+
+
+def loads_sent(data: bytes | bytearray, buffers: Sequence[Any] = ()) -> Any:
+    """Unpickle in a worker what the parent sent, and remember the classes that came with it."""
+    before = set(_cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID)
+    result = loads(data, buffers)
+    _received.update(set(_cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID) - before)
+    return result
+
+
+def sent_classes() -> list[type]:
+    """Return the classes that were pickled by value, for the sender to keep alive until they have come back."""
+    with _cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK:
+        return list(_cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    def __init__(self, file: io.BytesIO, classes_by_id: Collection[str]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=self._take_buffer)
+        self.blocks: list[memoryview] = []
+        self.modules: set[str] = set()
+        self.shares_memory = False
+        self._classes_by_id = classes_by_id
+
+    def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+        block = buffer.raw()
+        if block.nbytes <= IN_BAND_BYTES:
+            return True
+        self.blocks.append(block)
+        return False
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Take plain tensors out of band, and note what unpickling will import (called by pickle's C code)."""
+        if type(obj) is torch.Tensor:
+            return self._reduce_tensor(obj)
+        is_class = isinstance(obj, type)
+        if is_class and self._classes_by_id:
+            class_id = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(obj)
+            if class_id in self._classes_by_id:
+                return _class_by_id, (class_id, obj.__qualname__)
+        if isinstance(obj, types.ModuleType):
+            self.modules.add(obj.__name__)
+        elif is_class or isinstance(obj, types.FunctionType):
+            self.modules.add(obj.__module__ or "builtins")
+        elif isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr):
+            # cloudpickle would read the whole file into the pickle.
+            raise TypeError(f"cannot pickle the open file {obj.name!r}")
+        return super().reducer_override(obj)
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        self.shares_memory = self.shares_memory or tensor.is_shared()
+        plain = (
+            tensor.layout is torch.strided
+            and tensor.device.type == "cpu"
+            and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+            and not tensor.__dict__
+        )
+        if not plain:
+            return NotImplemented  # torch's own pickling
+        by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        flat = tensor.permute(by_stride)
+        if not flat.is_contiguous():  # a slice, or expanded: ship what it shows, not what it is cut from
+            tensor = flat = tensor.contiguous()
+        if tensor.numel() == 0:
+            return torch.empty_strided, (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        block = (ctypes.c_char * tensor.nbytes).from_address(flat.data_ptr())
+        block._tensor = tensor  # type: ignore[attr-defined]  # the block does not own its memory
+        return _tensor, (pickle.PickleBuffer(block), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).as_strided(shape, stride)
+
+
+def _class_by_id(class_id: str, name: str) -> type:
+    found: type | None = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(class_id)
+    if found is None:
+        raise pickle.UnpicklingError(f"class {name} is gone in this process: keep it alive while its objects travel")
+    return found
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+class Report(NamedTuple):
+    """An exception as plain data, made in the worker.
+
+    Attributes:
+        pickled: The exception, pickled, or None where that is impossible.
+        name: Name of its class, with the module.
+        text: Its message.
+        note: What the reader needs: dataset index, chunk, worker and its traceback.
+    """
+
+    pickled: bytes | None
+    name: str
+    text: str
+    note: str
+
+
+def report(error: BaseException, where: str) -> Report:
+    """Turn ``error`` into plain data; never raises.
+
+    Args:
+        error: What the user's code raised.
+        where: What it was doing: the note's first line.
+    """
+    cls = type(error)
+    name = cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
+    try:
+        text = str(error)
+        lines = "".join(traceback.format_exception(cls, error, error.__traceback__))
+    except Exception as inner:  # the user's __str__, at the process boundary: an error must not hide an error
+        text = lines = f"<{name}, and its text raises {type(inner).__name__}>"
+    note = f"{where}\nTraceback in the worker:\n" + "".join(f"  {line}\n" for line in lines.splitlines())
+    return Report(_pickle_error(error), name, text, note.rstrip())
+
+
+def _pickle_error(error: BaseException) -> bytes | None:
+    # An exception that pickles need not unpickle (an __init__ with other arguments), so try; then without __init__.
+    cls, state = type(error), dict(error.__dict__)
+    for form in (error, (cls, error.args, state), (cls, error.args, {})):
+        try:
+            pickled = dumps(form, classes_by_id=True)
+            data = pickle.dumps((pickled.data, [bytes(block) for block in pickled.buffers]))
+            if type(_load_error(data)) is cls:
+                return data
+        except Exception:  # the user's __reduce__ or __init__, at the process boundary: try the next form
+            continue
+    return None
+
+
+def _load_error(data: bytes) -> Any:
+    body, blocks = pickle.loads(data)
+    loaded = loads(body, [bytearray(block) for block in blocks])
+    if isinstance(loaded, tuple):
+        cls, args, state = loaded
+        loaded = cls.__new__(cls, *args)
+        loaded.__dict__.update(state)
+    return loaded
+
+
+def rebuild(report: Report) -> Exception:
+    """Make the exception to raise in the parent: the user's own where that can be, else a `SampleError`."""
+    error: Any = None
+    if report.pickled is not None:
+        try:
+            error = _load_error(report.pickled)
+        except Exception as inner:  # the user's __setstate__ or __init__, at the process boundary
+            report = report._replace(note=f"{report.note}\n(it could not be rebuilt here: {inner!r})")
+    # StopIteration would end a for loop, SystemExit the script, without a word.
+    if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
+        error = SampleError(f"{report.name}: {report.text}" if report.text else report.name)
+    error.add_note(report.note)
+    return error
+
+
+# -- what cannot be pickled -------------------------------------------------------------------------------------------
+
+
+def find_culprit(obj: object, name: str) -> tuple[str, object]:
+    """Find the innermost part of ``obj`` that cannot be pickled, after `dumps` failed.
+
+    Args:
+        obj: What cannot be pickled.
+        name: What to call it.
+
+    Returns:
+        The path to the part, such as ``"dataset.transform.lock"``, and the part itself.
+    """
+    seen: set[int] = set()
+    found = True
+    while found:
+        found = False
+        seen.add(id(obj))
+        for label, part in _parts(obj):
+            if id(part) not in seen and not _pickles(part):
+                name, obj, found = name + label, part, True
+                break
+    return name, obj
+
+
+def _pickles(obj: object) -> bool:
+    try:
+        dumps(obj)
+    except Exception:  # whatever the user's __reduce__ raises: the question is only whether
+        return False
+    return True
+
+
+def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(obj, dict):
+        yield from ((f"[{key!r}]", value) for key, value in obj.items())
+    elif isinstance(obj, (list, tuple)):
+        yield from ((f"[{position}]", value) for position, value in enumerate(obj))
+    elif isinstance(obj, types.FunctionType):
+        names = obj.__code__.co_freevars
+        yield from ((f"<closure {name}>", cell.cell_contents) for name, cell in zip(names, obj.__closure__ or ()))
+        globals_ = obj.__globals__
+        yield from ((f"<global {name}>", globals_[name]) for name in obj.__code__.co_names if name in globals_)
+    elif isinstance(obj, types.MethodType):
+        yield ".__self__", obj.__self__
+    elif not isinstance(obj, type):
+        yield from ((f".{key}", value) for key, value in getattr(obj, "__dict__", {}).items())

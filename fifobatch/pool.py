@@ -1,0 +1,223 @@
+"""Worker processes: a loky pool whose processes come from the fork server. The only module that imports loky's pool.
+
+Runs in the parent: `WorkerPool.submit` in the thread that iterates, done callbacks in loky's manager thread.
+
+loky is used for what it does well: queues, sentinels, and telling every future when a worker dies. Three things are done
+differently here, by overriding or reading what loky keeps private (so its version is bounded in ``setup.cfg``):
+
+- processes start when there is work for one more, instead of all at the first task: two chunks start two workers, even if
+  eight are allowed and nobody knows how many chunks will come;
+- `WorkerPool.kill` kills the processes that it knows; loky's own way needs psutil, or runs ``pgrep``;
+- at interpreter exit, pools are killed *before* loky waits for their running tasks.
+"""
+
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from multiprocessing import reduction
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+import loky.process_executor
+from loky.backend import resource_tracker
+from loky.backend.context import LokyContext
+
+from fifobatch.server import ServedPopen
+
+__all__ = ["WorkerPool", "WorkerProcess", "at_exit", "cpu_count", "loky_pool"]
+
+Result = TypeVar("Result")
+
+
+class WorkerProcess(BaseProcess):
+    """One worker.
+
+    Attributes:
+        number: Its id: below the number of workers, and unique among those alive.
+        modules: The installed modules that its fork server should have.
+    """
+
+    _start_method = None  # leaves the worker's default as it is
+
+    def __init__(self, number: int, modules: frozenset[str], **kwargs: Any) -> None:
+        kwargs.pop("env", None)  # loky's: here the environment comes with the plan
+        super().__init__(name=f"fifobatch-worker-{number}", **kwargs)
+        self.number = number
+        self.modules = modules
+
+    @staticmethod
+    def _Popen(process_obj: "WorkerProcess") -> ServedPopen:
+        return ServedPopen(process_obj)
+
+
+class _Context(LokyContext):  # type: ignore[misc]  # loky has no types
+    """Where loky gets its processes and locks from."""
+
+    def __init__(self) -> None:
+        self.modules: frozenset[str] = frozenset()
+        self.workers: dict[int, WorkerProcess] = {}
+
+    def Process(self, **kwargs: Any) -> WorkerProcess:
+        number = 0
+        while number in self.workers and self.workers[number].exitcode is None:
+            number += 1
+        self.workers[number] = WorkerProcess(number, self.modules, **kwargs)
+        return self.workers[number]
+
+
+class _LokyPool(loky.process_executor.ProcessPoolExecutor):  # type: ignore[misc]
+    """loky's pool, starting its processes one by one as they are needed."""
+
+    def __init__(self, max_workers: int, **kwargs: Any) -> None:
+        super().__init__(max_workers, **kwargs)
+        self._size = max_workers
+        self._max_workers = 0  # how many loky is to have now
+
+    def _ensure_executor_running(self) -> None:
+        before = len(self._processes)
+        self._max_workers = max(self._max_workers, min(self._size, len(self._pending_work_items)))
+        super()._ensure_executor_running()
+        if len(self._processes) > before:
+            # 1. submit() woke the manager thread up; 2. it may have gone to sleep again, watching only the processes of
+            # then; 3. were a new one to die now, nobody would notice. So wake it up again (submit holds the lock).
+            self._executor_manager_thread_wakeup.wakeup()
+
+
+class _Inherited:
+    """A descriptor that arrives in the worker as its own."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> Any:
+        return _detach, (reduction.DupFd(self.fd),)
+
+
+def _detach(wrapper: Any) -> int:
+    fd: int = wrapper.detach()
+    return fd
+
+
+class WorkerPool:
+    """Up to ``max_workers`` processes that run functions.
+
+    Args:
+        max_workers: The most processes that it has at once.
+        initializer: Called in each worker before its first task, with the worker's copies of the descriptors.
+        fds: Descriptors that each worker inherits.
+    """
+
+    def __init__(self, max_workers: int, initializer: Callable[..., None], fds: tuple[int, ...]) -> None:
+        self._context = _Context()
+        tracker = resource_tracker._resource_tracker
+        tracker.ensure_running()
+        self._loky = _LokyPool(
+            max_workers,
+            context=self._context,
+            timeout=None,  # idle workers stay: their copy of the dataset is worth more than their memory
+            initializer=initializer,
+            initargs=tuple(_Inherited(fd) for fd in (*fds, tracker.getfd())),
+        )
+        self._pid = os.getpid()
+        self._ended = False
+        _pools.add(self)
+
+    def expect_modules(self, modules: frozenset[str]) -> None:
+        """Have the workers that are still to come forked from a server with these modules."""
+        self._context.modules |= modules
+
+    def submit(self, fn: Callable[..., Result], *args: Any) -> "Future[Result]":
+        """Run ``fn(*args)`` in a worker.
+
+        Raises:
+            BrokenExecutor: A worker has died.
+            FifobatchError: The fork server cannot be started.
+            RuntimeError: The pool was shut down, or the interpreter is exiting.
+        """
+        future: Future[Result] = self._loky.submit(fn, *args)
+        _register_exit_hook()
+        return future
+
+    def dead_workers(self) -> list[tuple[int, int]]:
+        """Return pid and exit code of the workers that ended; a negative code is the signal that killed it.
+
+        To be read at once when the first future breaks: a little later loky kills the others.
+        """
+        workers = list(self._context.workers.values())
+        return [(worker.pid, worker.exitcode) for worker in workers if worker.pid and worker.exitcode is not None]
+
+    def shutdown(self, wait: bool) -> None:
+        """Let the workers end when their tasks are done."""
+        if not self._ended and os.getpid() == self._pid:
+            self._loky.shutdown(wait=wait)
+
+    def kill(self, error: Exception) -> None:
+        """Kill the workers now, and wait for them; unfinished futures get ``error``."""
+        if os.getpid() != self._pid:
+            return
+        self._ended = True
+        pool = self._loky
+        pool._flags.flag_as_broken(error)
+        # 1. The manager thread may be waking up from a sentinel, to kill what it finds in this dict in its own way;
+        # 2. an empty dict leaves it nothing. Its lock is None once loky was shut down.
+        pool._processes.clear()
+        for worker in list(self._context.workers.values()):
+            if worker.pid and worker.exitcode in (None, 255):  # 255: its fork server was killed, so nobody knows
+                try:
+                    os.kill(worker.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+                worker.join()
+        with pool._shutdown_lock:
+            if pool._executor_manager_thread_wakeup is not None:
+                pool._executor_manager_thread_wakeup.wakeup()
+
+
+def cpu_count() -> int:
+    """Return the number of cores that this process may use: affinity and cgroups count."""
+    return int(loky.cpu_count())
+
+
+def loky_pool(max_workers: int) -> Executor:
+    """Return a pool of loky's own: for systems without a fork server of ours."""
+    pool: Executor = loky.process_executor.ProcessPoolExecutor(max_workers)
+    return pool
+
+
+_pools: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
+_inherited_pools: list[Any] = []
+_exit_hooks: list[Callable[[], None]] = []
+_exit_hook_registered = False
+
+
+def at_exit(hook: Callable[[], None]) -> None:
+    """Have ``hook`` called at interpreter exit, before loky and threading wait for what still runs."""
+    _exit_hooks.append(hook)
+
+
+def _register_exit_hook() -> None:
+    # loky registers its own hook at its first task, and hooks run in reverse order: so ours comes after that.
+    global _exit_hook_registered
+    if not _exit_hook_registered:
+        _exit_hook_registered = True
+        threading._register_atexit(_run_exit_hooks)  # type: ignore[attr-defined]
+
+
+def _run_exit_hooks() -> None:
+    for hook in _exit_hooks:
+        hook()
+
+
+def _forget_pools() -> None:
+    # In a child of os.fork(): the pools are the parent's. Keep loky's objects alive, as their finalizers take locks that
+    # may be held for ever here, and keep loky's exit hook from waking up the parent's threads.
+    for pool in list(_pools):
+        _inherited_pools.append(pool._loky)
+        loky.process_executor._threads_wakeups.pop(pool._loky._executor_manager_thread, None)
+    _pools.clear()
+
+
+os.register_at_fork(after_in_child=_forget_pools)

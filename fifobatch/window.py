@@ -1,0 +1,118 @@
+"""How much may be under way, and how far the order of delivery may drift from the plan.
+
+Pure counting: no lock, no process, no clock. Used by one thread at a time, the one that iterates (`completion`
+holds a lock around it).
+"""
+
+import heapq
+from collections import deque
+from operator import index
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Window"]
+
+Item = TypeVar("Item")
+
+
+class Window(Generic[Item]):
+    """Counts the batches submitted and not yet yielded, and says which one to deliver next.
+
+    Chunks are numbered from 0 without gaps and are submitted in that order, so the lowest undelivered one is always
+    under way or here: whatever is held back waits for a batch that will come, and nothing deadlocks.
+
+    Example:
+        >>> window = Window(3, max_skew=1)
+        >>> [window.submit() for _ in range(3)]
+        [0, 1, 2]
+        >>> window.complete(2, "c"), window.ready  # two places too early
+        (None, False)
+        >>> window.complete(1, "b"), window.deliver()
+        (None, (1, 'b'))
+        >>> window.complete(0, "a"), window.deliver(), window.deliver()
+        (None, (0, 'a'), (2, 'c'))
+
+    Args:
+        size: Batches that may be under way at once, at least 1.
+        max_skew: How many places a batch may overtake an earlier one. None: completion order; 0: plan order.
+
+    Raises:
+        TypeError: ``size`` or ``max_skew`` is not an int.
+        ValueError: ``size`` is below 1, or ``max_skew`` below 0.
+    """
+
+    def __init__(self, size: int, max_skew: int | None = None) -> None:
+        self.size = check_count("window", size, 1)
+        self.max_skew = None if max_skew is None else check_count("max_skew", max_skew, 0)
+        self.submitted = 0
+        self.delivered = 0
+        self._low = 0  # every chunk below this number was delivered
+        self._above: set[int] = set()  # the numbers delivered at or above _low
+        self._ready: deque[tuple[int, Item]] = deque()  # may be delivered, in order of completion
+        self._held: list[tuple[int, Item]] = []  # a heap: completed, but too early
+
+    @property
+    def under_way(self) -> int:
+        """Batches submitted and not yet delivered; those held back count."""
+        return self.submitted - self.delivered
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more may be submitted now."""
+        return self.under_way >= self.size
+
+    @property
+    def ready(self) -> bool:
+        """Whether `deliver` has something to deliver."""
+        return bool(self._ready)
+
+    def submit(self) -> int:
+        """Count one more batch as under way, and return its number."""
+        assert not self.full, "submitted more than the window holds"
+        self.submitted += 1
+        return self.submitted - 1
+
+    def complete(self, number: int, item: Item) -> None:
+        """Note that batch ``number`` has arrived, as ``item``."""
+        if self._may_go(number):
+            self._ready.append((number, item))
+        else:
+            heapq.heappush(self._held, (number, item))
+
+    def deliver(self) -> tuple[int, Item]:
+        """Take the next batch to deliver: the first completed of those that ``max_skew`` lets go.
+
+        Raises:
+            IndexError: Nothing is `ready`.
+        """
+        number, item = self._ready.popleft()
+        self.delivered += 1
+        self._above.add(number)
+        while self._low in self._above:
+            self._above.remove(self._low)
+            self._low += 1
+        while self._held and self._may_go(self._held[0][0]):
+            self._ready.append(heapq.heappop(self._held))
+        return number, item
+
+    def _may_go(self, number: int) -> bool:
+        # When q is delivered, every batch planned at q - max_skew - 1 or before has been delivered. _low only grows,
+        # so what may go once may always go.
+        return self.max_skew is None or number - self._low <= self.max_skew
+
+
+def check_count(name: str, value: Any, least: int) -> int:
+    """Return ``value``, an integer (NumPy's are fine) of at least ``least``.
+
+    Raises:
+        TypeError: It is not an integer.
+        ValueError: It is below ``least``.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give an int of at least {least}") from None
+    if number < least:
+        raise ValueError(f"{name}={number} is below {least}; give an int of at least {least}")
+    return number
