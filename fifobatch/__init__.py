@@ -1,2 +1,39 @@
-import loky.process_executor, tqdm
-import fifobatch.worker
+"""First completed, first out: a batch that is ready never waits behind one that is not.
+
+::
+
+           parent process                                 |        worker process (one of max_workers)
+ Dataset + Sampler                                        |
+   -> BatchPlan        yields Chunk(number, indices, seed)|
+   -> Window           how many may be under way          |
+   -> BatchExecutor    submit(plan, chunk) -> Future ---->|  worker.load: find the dataset, seed, dataset[i], collate
+                                                          |  arena.pack: the batch into a shared slot -> Parcel
+   <- unpack, slot back, future completed             <---|
+   <- completed queue  (in order of completion)           |
+ for batch in FifoLoader                                  |
+
+- ``FifoLoader`` is torch's ``DataLoader`` over it; ``BatchExecutor`` is the same as a `concurrent.futures` library call.
+- Each module's docstring says which process and which thread runs it.
+- Importing this starts nothing.
+"""
+
+from fifobatch.errors import ChunkTimeoutError, ClosedError, FifobatchError, PlanError, SampleError, WorkerDiedError
+from fifobatch.executor import BatchExecutor
+from fifobatch.loader import FifoLoader
+from fifobatch.plan import Batch, BatchPlan, Chunk
+
+__all__ = [
+    "Batch",
+    "BatchExecutor",
+    "BatchPlan",
+    "Chunk",
+    "ChunkTimeoutError",
+    "ClosedError",
+    "FifoLoader",
+    "FifobatchError",
+    "PlanError",
+    "SampleError",
+    "WorkerDiedError",
+]
+
+__version__ = "0.1.0"

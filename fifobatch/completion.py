@@ -101,11 +101,13 @@ class Completions(Iterator[Any]):
         if loading is not None:
             self._end = finalizer = weakref.finalize(self, loading.end)
             finalizer.atexit = False
+        start = time.perf_counter()
         try:
             self._refill()
         except BaseException:
             self._end()
             raise
+        self.seconds_waited += time.perf_counter() - start  # starting workers is waiting, too
 
     @property
     def under_way(self) -> int:
@@ -134,7 +136,7 @@ class Completions(Iterator[Any]):
         except CancelledError:
             raise ClosedError(f"chunk {future.chunk.number} was cancelled: the executor was shut down") from None
         finally:
-            del future  # the error's traceback holds this frame
+            del self, future  # an error's traceback holds this frame
 
     def _next_future(self) -> BatchFuture:
         self._check_open()

@@ -141,6 +141,11 @@ class _Engine:
             self.pool = WorkerPool(max_workers, initialize, (self.arena.fd,))
         _engines.add(self)
 
+    @property
+    def usable(self) -> bool:
+        """Whether it takes more chunks."""
+        return not self._closed and self._broken is None and self.pid == os.getpid()
+
     # -- consumer's thread
 
     def publish(self, content: Payload | Context) -> Shipment:
@@ -482,6 +487,16 @@ class BatchExecutor:
         self._runs: weakref.WeakKeyDictionary[BatchPlan, Run] = weakref.WeakKeyDictionary()
         self._finalizer = weakref.finalize(self, self._engine.inbox.put, _GIVE_UP)
         self._finalizer.atexit = False
+
+    @property
+    def has_own_workers(self) -> bool:
+        """Whether it loads in worker processes of its own, not on an executor passed in."""
+        return self._engine.pool is not None
+
+    @property
+    def usable(self) -> bool:
+        """Whether it takes more chunks: it was not shut down, and no worker has died."""
+        return self._engine.usable
 
     def submit(self, plan: BatchPlan, chunk: Chunk) -> "Future[Batch[Any]]":
         """Start loading one chunk of ``plan``; its future's ``chunk`` says which.

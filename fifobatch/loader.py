@@ -9,9 +9,10 @@ torch checks the arguments and builds the samplers; what is replaced is the iter
 Without workers, or where this process may not have children, `_InProcess` loads in this process instead.
 """
 
+import dataclasses
 import functools
 import multiprocessing
-import os
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,16 +26,15 @@ from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 
 from fifobatch import server
 from fifobatch.completion import BatchFuture, Completions
-from fifobatch.errors import ClosedError, PlanError
+from fifobatch.errors import ClosedError, PlanError, SampleError
 from fifobatch.executor import BatchExecutor
-from fifobatch.pickling import rebuild, report
-from fifobatch.plan import Batch, BatchPlan, Chunk, refuse_iterable
+from fifobatch.plan import Batch, BatchPlan, refuse_iterable
 from fifobatch.pool import cpu_count
 from fifobatch.progress import Progress
 from fifobatch.window import Window, check_count
-from fifobatch.worker import Payload, fetch, located, seeds
+from fifobatch.worker import Located, Payload, fetch, seeds
 
-__all__ = ["FifoLoader", "LoaderIterator"]
+__all__ = ["FifoLoader", "InProcess", "LoaderIterator"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -100,22 +100,19 @@ class FifoLoader(DataLoader[T_co]):
             )
         if in_order and max_skew not in (None, 0):
             raise ValueError(f"in_order=True and max_skew={max_skew} contradict each other; give one of them")
-        if executor is not None:
-            executor = _check_executor(executor, worker_init_fn, persistent_workers)
+        shared = None if executor is None else _shared_executor(executor, num_workers, worker_init_fn)
         if num_workers is None:
-            num_workers = cpu_count() if executor is None else executor.max_workers
-        num_workers = check_count("num_workers", num_workers, 0) if num_workers != -1 else num_workers
+            num_workers = cpu_count() if shared is None else shared.max_workers
         if timeout > 0 and num_workers == 0:
-            raise ValueError(f"timeout={timeout} needs worker processes: without any, nothing can be timed out")
+            raise ValueError(f"timeout={timeout} needs worker processes: loading in this process cannot time out")
         self.max_skew = max_skew
         self.window = window
         self.progress = progress
         self.executor = executor
-        self._own_executor: BatchExecutor | None = None
-        self._end_lease: Callable[[], None] | None = None
+        self._shared = shared
         self._epoch = 0
-        self._closed = False
-        self._warned: set[str] = set()
+        self._warned_pinning = False
+        self._start_afresh()
         super().__init__(
             dataset,
             batch_size=batch_size,
@@ -134,4 +131,293 @@ class FifoLoader(DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        self._make_window()  # so that a wrong window or max_skew is refused here
+        self._make_window()  # refuses a wrong window or max_skew here
+
+    def _start_afresh(self) -> None:
+        self._own: BatchExecutor | None = None  # persistent_workers' executor
+        self._end_lease: Callable[[], object] | None = None
+        self._iterators: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()
+
+    # -- iterating
+
+    def __iter__(self) -> "LoaderIterator":  # type: ignore[override]  # torch's iterator class is private to it
+        """Start an epoch: loading begins now and fills the window.
+
+        The dataset, ``sys.path``, the working directory and the environment are taken as they are now.
+
+        Raises:
+            PlanError: The dataset, ``collate_fn`` or ``worker_init_fn`` cannot be pickled; the message names the part.
+        """
+        return self._iterate(attrgetter("data"))
+
+    def batches(self) -> "LoaderIterator":
+        """Iterate like the loader itself, but yield `Batch` objects, which know their indices.
+
+        Example:
+            >>> from fifobatch import FifoLoader
+            >>> loader = FifoLoader(range(4), batch_size=2, num_workers=2)
+            >>> {batch.number: (batch.indices, batch.data.tolist()) for batch in loader.batches()} == {
+            ...     0: ([0, 1], [0, 1]), 1: ([2, 3], [2, 3])}
+            True
+
+        Raises:
+            PlanError: As `__iter__`.
+        """
+        return self._iterate(_whole)
+
+    def _iterate(self, select: Callable[[Batch[Any]], Any]) -> "LoaderIterator":
+        # As torch draws it: before the sampler draws, and whether or not anything is shuffled.
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
+        plan = BatchPlan.of_loader(self, seed, self._epoch)
+        progress = self._make_progress()
+        executor: BatchExecutor | None = None
+        batches: Completions | InProcess
+        if self.num_workers == 0 or (self._shared is None and not _may_have_children()):
+            batches = InProcess(plan)
+        else:
+            executor = self._executor()
+            batches = executor.iterate(
+                plan,
+                self._make_window(),
+                _whole,
+                num_workers=self.num_workers,
+                worker_init_fn=self.worker_init_fn,
+                timeout=self.timeout or None,
+            )
+        owned = executor if executor not in (self._shared, self._own) else None
+        iterator = LoaderIterator(batches, select, self._length(), progress, owned, self._pins())
+        self._iterators.add(iterator)
+        return iterator
+
+    def _executor(self) -> BatchExecutor:
+        if self._shared is not None:
+            return self._shared
+        if self._end_lease is None:
+            # The fork server stays warm as long as this loader may want it again.
+            self._end_lease = weakref.finalize(self, server.servers.lease())
+        if not self.persistent_workers:
+            return BatchExecutor(self.num_workers)
+        if self._own is not None and (self._own.max_workers != self.num_workers or not self._own.usable):
+            self._own.close()
+            self._own = None
+        if self._own is None:
+            self._own = BatchExecutor(self.num_workers)
+        return self._own
+
+    def _make_window(self) -> Window[BatchFuture]:
+        size = self.window
+        if size is None:
+            size = max(1, (self.prefetch_factor or 0) * self.num_workers)
+        return Window(size, 0 if self.in_order else self.max_skew)
+
+    def _make_progress(self) -> Progress | None:
+        if self.progress is False or self.progress is None:
+            return None
+        return Progress(self._length(), self.progress if isinstance(self.progress, Mapping) else {})
+
+    def _length(self) -> int | None:
+        try:
+            return len(self)
+        except TypeError:  # the sampler has no length
+            return None
+
+    def _pins(self) -> bool:
+        if not self.pin_memory:
+            return False
+        available = torch.accelerator.is_available()
+        if not available and not self._warned_pinning:
+            self._warned_pinning = True
+            warnings.warn("pin_memory=True, but there is no accelerator: memory is not pinned", stacklevel=4)
+        return available
+
+    # -- torch's own
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn above two workers a core (torch warns above one; loading is often waiting)."""
+        cores = cpu_count()
+        if self.num_workers > 2 * cores and self._shared is None:
+            warnings.warn(
+                f"num_workers={self.num_workers} is more than two a core: this process may use {cores}. Try "
+                f"num_workers={2 * cores} or fewer, unless your samples mostly wait",
+                stacklevel=4,
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the epoch's number to the sampler, the batch sampler and the dataset, if they want to know it.
+
+        It also enters the seeds of the chunks. Call it before ``iter()``.
+        """
+        self._epoch = check_count("epoch", epoch, 0)
+        batch_sampler = self.batch_sampler
+        targets = (self.sampler, batch_sampler, getattr(batch_sampler, "sampler", None), self.dataset)
+        for target in {id(target): target for target in targets}.values():
+            if callable(getattr(type(target), "set_epoch", None)):
+                target.set_epoch(epoch)  # type: ignore[union-attr]
+
+    # -- the end
+
+    def close(self) -> None:
+        """End the workers and every iterator of this loader, now. Idempotent; iterating again starts new ones."""
+        for iterator in list(self._iterators):
+            iterator.close()
+        if self._own is not None:
+            self._own.close()
+        if self._end_lease is not None:
+            self._end_lease()
+        self._start_afresh()
+
+    def __enter__(self) -> "FifoLoader[T_co]":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has workers of its own.
+        return self.__dict__ | {"_own": None, "_end_lease": None, "_iterators": weakref.WeakSet()}
+
+
+class LoaderIterator(Iterator[Any]):
+    """One epoch of a `FifoLoader`: pins memory and moves the progress bar, around what does the work.
+
+    Args:
+        batches: What does the work.
+        select: What to yield of a batch.
+        length: Batches that the loader expects; None if unknown.
+        progress: The bar to move.
+        executor: Whose workers end with this iterator.
+        pins: Whether to pin memory.
+    """
+
+    def __init__(
+        self,
+        batches: "Completions | InProcess",
+        select: Callable[[Batch[Any]], Any],
+        length: int | None,
+        progress: Progress | None,
+        executor: BatchExecutor | None,
+        pins: bool,
+    ) -> None:
+        self._batches = batches
+        self._select = select
+        self._length = length
+        self._progress = progress
+        self._executor = executor
+        self._pins = pins
+
+    def __next__(self) -> Any:
+        """Return the next batch to complete.
+
+        Raises:
+            ChunkTimeoutError: None completed within the loader's ``timeout``; the iterator can be used on.
+            ClosedError: The iterator was closed.
+            Exception: What the user's code raised for this batch, with a note that names the sample; the other batches
+                still come.
+            StopIteration: Every batch was yielded.
+        """
+        try:
+            batch = next(self._batches)
+            if self._pins:
+                batch = dataclasses.replace(batch, data=torch_pin_memory(batch.data))
+            if self._progress is not None:
+                self._progress.update(self._batches.under_way, self._batches.seconds_waited)
+            return self._select(batch)
+        except StopIteration:
+            self._end()
+            raise
+        except BaseException:
+            if self._progress is not None:
+                self._progress.close()
+            raise
+        finally:
+            del self  # an error's traceback holds this frame, and would keep the iterator and its workers
+
+    def __len__(self) -> int:
+        """Return how many batches the loader expects.
+
+        Raises:
+            TypeError: The sampler has no length.
+        """
+        if self._length is None:
+            raise TypeError("the loader's sampler has no length")
+        return self._length
+
+    def _end(self) -> None:
+        if self._progress is not None:
+            self._progress.close()
+        if self._executor is not None:
+            self._executor.close()
+
+    def close(self) -> None:
+        """Give up what is under way. Idempotent."""
+        self._batches.close()
+        self._end()
+
+
+class InProcess(Iterator[Batch[Any]]):
+    """Load each chunk when it is asked for, in this process, with the contents that workers would give.
+
+    ``random``, NumPy and torch are left as they were found.
+    """
+
+    under_way = 0
+
+    def __init__(self, plan: BatchPlan) -> None:
+        self._chunks = iter(plan)
+        self._payload = Payload(plan.dataset, plan.collate_fn, plan.collates, None, 0)
+        self._closed = False
+        self.seconds_waited = 0.0
+
+    def __next__(self) -> Batch[Any]:
+        """Load the next chunk.
+
+        Raises:
+            ClosedError: The iterator was closed.
+            Exception: What the user's code raised, with a note that names the sample.
+        """
+        if self._closed:
+            raise ClosedError("this iterator was closed; start a new one with iter(loader)")
+        start = time.perf_counter()
+        chunk = next(self._chunks)
+        try:
+            with seeds(chunk.seed):
+                return Batch(chunk.number, chunk.indices, fetch(self._payload, chunk.indices, chunk.number))
+        except Located as wrapped:
+            error, where = wrapped.error, f"In fifobatch, {wrapped}."
+        finally:
+            self.seconds_waited += time.perf_counter() - start
+        if isinstance(error, (StopIteration, StopAsyncIteration)):  # would end the loop without a word
+            raise SampleError(f"{type(error).__name__}: {error}\n{where}") from error
+        error.add_note(where)
+        raise error
+
+    def close(self) -> None:
+        """Load no more. Idempotent."""
+        self._closed = True
+
+
+def _whole(batch: Batch[Any]) -> Batch[Any]:
+    return batch
+
+
+@functools.cache
+def _warn_daemonic() -> None:
+    warnings.warn("a daemonic process may not have child processes: fifobatch loads in this process", stacklevel=5)
+
+
+def _may_have_children() -> bool:
+    daemonic = multiprocessing.current_process().daemon
+    if daemonic:
+        _warn_daemonic()
+    return not daemonic
+
+
+def _shared_executor(
+    executor: BatchExecutor | Executor, num_workers: int | None, worker_init_fn: Callable[[int], None] | None
+) -> BatchExecutor:
+    if num_workers == 0:
+        raise ValueError(f"num_workers=0 loads in this process, and executor={executor!r} elsewhere; give one of them")
+    shared = executor if isinstance(executor, BatchExecutor) else BatchExecutor(executor=executor)
+    if worker_init_fn is not None and not shared.has_own_workers:
+        raise ValueError(f"worker_init_fn={worker_init_fn!r} cannot run in the workers of executor={executor!r}")
+    return shared

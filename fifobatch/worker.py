@@ -34,7 +34,7 @@ from torch.utils.data._utils import worker as _torch_worker
 from fifobatch.pickling import Report, dumps, loads_sent, report
 from fifobatch.transport import Arena, Board, Parcel
 
-__all__ = ["Answer", "Context", "Payload", "Task", "fetch", "initialize", "load", "load_elsewhere", "seeds"]
+__all__ = ["Answer", "Context", "Located", "Payload", "Task", "fetch", "initialize", "load", "load_elsewhere", "seeds"]
 
 
 class Payload(NamedTuple):
@@ -247,8 +247,16 @@ def load_elsewhere(token: int, payload: bytes | None, alive: tuple[int, ...], ch
 ABANDONED = object()
 
 
-class _Located(Exception):
-    """Says where the user's code failed; its ``__cause__`` is what it raised."""
+class Located(Exception):
+    """Says where the user's code failed, and carries what it raised.
+
+    Attributes:
+        error: What it raised.
+    """
+
+    def __init__(self, where: str, error: BaseException) -> None:
+        super().__init__(where)
+        self.error = error
 
 
 def fetch(
@@ -257,7 +265,7 @@ def fetch(
     """Return the collated batch of one chunk; `ABANDONED` if nobody wants it any more.
 
     Raises:
-        _Located: From whatever the user's code raises.
+        Located: From whatever the user's code raises.
     """
     dataset = plan.dataset
     doing = ""
@@ -282,7 +290,7 @@ def fetch(
         doing = f"collate_fn, chunk {number} (indices {brief(indices)})"
         return _collate(plan, samples)
     except BaseException as error:  # whatever it is, it gets its place and goes on
-        raise _Located(doing) from error
+        raise Located(doing, error) from None
 
 
 def _collate(plan: Payload, samples: Any) -> Any:
@@ -310,16 +318,10 @@ def _fetches_lists(cls: type) -> bool:
     return False
 
 
-def located(error: BaseException) -> tuple[BaseException, str]:
-    """Return what the user's code raised in `fetch`, and where."""
-    if isinstance(error, _Located) and error.__cause__ is not None:
-        return error.__cause__, str(error)
-    return error, ""
-
-
 def _report(error: BaseException, where: str) -> Report:
-    error, place = located(error)
-    return report(error, f"In fifobatch worker {os.getpid()}, {place or where}.")
+    if isinstance(error, Located):
+        error, where = error.error, str(error)
+    return report(error, f"In fifobatch worker {os.getpid()}, {where}.")
 
 
 def brief(indices: object) -> str:
