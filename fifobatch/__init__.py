@@ -12,7 +12,8 @@
    <- completed queue  (in order of completion)           |
  for batch in FifoLoader                                  |
 
-- ``FifoLoader`` is torch's ``DataLoader`` over it; ``BatchExecutor`` is the same as a `concurrent.futures` library call.
+- ``FifoLoader`` is torch's ``DataLoader`` over it; ``BatchExecutor`` is the same as a `concurrent.futures` library
+  call.
 - Each module's docstring says which process and which thread runs it.
 - Importing this starts nothing.
 """

@@ -67,8 +67,8 @@ class Loading(Protocol):
 class Completions(Iterator[Any]):
     """Iterate batches as they complete.
 
-    Filling the window begins at once, in the constructor. An error in the plan's own sampler waits until everything that
-    was submitted before has been delivered.
+    Filling the window begins at once, in the constructor. An error in the plan's own sampler waits until everything
+    that was submitted before has been delivered.
 
     Args:
         chunks: What to load, in plan order.
@@ -94,7 +94,7 @@ class Completions(Iterator[Any]):
         self._completed: queue.SimpleQueue[BatchFuture | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._sampler_error: Exception | None = None
+        self._plan_error: Exception | None = None
         self._closed = False
         self.seconds_waited = 0.0
         self._end: Callable[[], object] = lambda: None
@@ -143,7 +143,7 @@ class Completions(Iterator[Any]):
         while not self._window.ready:
             if not self._window.under_way:
                 self._end()
-                error, self._sampler_error = self._sampler_error, None
+                error, self._plan_error = self._plan_error, None
                 raise StopIteration if error is None else error
             self._receive()
             self._check_open()
@@ -174,7 +174,7 @@ class Completions(Iterator[Any]):
             except StopIteration:
                 self._chunks = None
             except Exception as error:  # the user's sampler, or a pool that takes no more: first deliver what is here
-                self._chunks, self._sampler_error = None, error
+                self._chunks, self._plan_error = None, error
             else:
                 self._window.submit()
                 future.add_done_callback(self._completed.put)  # type: ignore[arg-type]

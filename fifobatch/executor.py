@@ -1,436 +1,27 @@
-"""`BatchExecutor`: who loads the chunks.
+"""`BatchExecutor`: who loads the chunks, in `concurrent.futures`' words.
 
-Three parties in the parent process, beside the worker processes:
-
-- The *consumer's thread* publishes a plan (pickles the dataset once) and submits chunks.
-- The *pool's thread* (loky's manager) calls `_Engine._arrived` when a task is done: unpack, give the slot back, complete our
-  future. It never calls the user's code beyond unpickling, as loky's own futures would.
-- The *supervisor*, one thread an executor, does what neither may: it cancels what was abandoned, sends payloads again, ends
-  the pool, and kills workers that do not end by themselves. It sleeps on its inbox, with a timeout only while a deadline
-  runs. Finalizers, which may run in any thread and inside any lock, only put messages into that inbox.
-
-`BatchExecutor` is a handle: when the last reference to it goes, its finalizer tells the supervisor to end the pool. So the
-`_Engine`, which the supervisor's thread keeps alive, must not refer to it.
+Runs in the parent process, in the thread that calls; what goes on behind it is `engine`'s.
 """
 
 import itertools
-import os
-import queue
 import threading
-import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
-from functools import partial
+from concurrent.futures import Executor, Future
 from multiprocessing import current_process
 from operator import attrgetter
-from signal import Signals
 from typing import Any
-
-import cloudpickle
 
 from fifobatch import server
 from fifobatch.completion import BatchFuture, Completions
-from fifobatch.errors import ClosedError, PlanError, WorkerDiedError
-from fifobatch.pickling import Pickled, dumps, find_culprit, loads, rebuild, report, sent_classes
+from fifobatch.engine import CANCEL, FINISH, GIVE_UP, Engine, Run
+from fifobatch.errors import PlanError
 from fifobatch.plan import Batch, BatchPlan, Chunk
-from fifobatch.pool import WorkerPool, at_exit, cpu_count, loky_pool
-from fifobatch.transport import BOARD_BYTES, Arena, Board, Parcel
+from fifobatch.pool import cpu_count, loky_pool
 from fifobatch.window import Window, check_count
-from fifobatch.worker import Answer, Context, Payload, Task, brief, initialize, load, load_elsewhere, plans_here
+from fifobatch.worker import Payload
 
-__all__ = ["BatchExecutor", "Run", "Shipment"]
-
-# How long an abandoned worker may finish its sample (and the file that the user's code may be writing) before it is
-# killed. torch's DataLoader gives its workers as long (MP_STATUS_CHECK_INTERVAL).
-GRACE_SECONDS = 5.0
-
-_tokens = itertools.count(1)
-
-
-class Shipment:
-    """Something that workers need, published once: a plan's payload, or a context.
-
-    It stays published as long as somebody refers to it.
-    """
-
-    def __init__(self, content: Payload | Context, arena: Arena | None = None, pickled: Pickled | None = None) -> None:
-        self.token = next(_tokens)
-        self.content = content
-        self.parcel = Parcel(0, 0)
-        self._classes: list[type] = []
-        if arena is not None and pickled is not None:
-            slot = arena.take()
-            self.parcel = arena.pack(pickled, slot)
-            self._classes = sent_classes()  # what comes back names them by id
-            done: Callable[[], object] = partial(arena.give_back, slot, release_memory=True)
-        else:
-            if isinstance(content, Payload):
-                plans_here[self.token] = content
-            done = partial(plans_here.pop, self.token, None)
-        weakref.finalize(self, done).atexit = False
-
-
-class Run:
-    """One iteration over a plan: what is abandoned together.
-
-    Args:
-        engine: Who loads.
-        payload: The plan's shipment.
-        context: The shipment of the surroundings.
-        base_seed: The epoch's base seed.
-        flag: Its place on the board; 0 is never set, for chunks submitted one by one.
-    """
-
-    def __init__(self, engine: "_Engine", payload: Shipment, context: Shipment, base_seed: int, flag: int) -> None:
-        self._engine = engine
-        self.payload = payload
-        self.context = context
-        self.base_seed = base_seed
-        self.flag = flag
-        self.over = False
-
-    def submit(self, chunk: Chunk) -> BatchFuture:
-        """Start loading ``chunk``."""
-        return self._engine.submit(self, chunk)
-
-    def end(self) -> None:
-        """Give up what is still under way, if anything is. Takes no lock: finalizers call it."""
-        if not self.over and self._engine.pid == os.getpid():
-            self.over = True
-            if self.flag:
-                self._engine.raise_flag(self.flag)
-            self._engine.inbox.put(self)
-
-
-class _Flight:
-    """A chunk under way."""
-
-    def __init__(self, run: Run, future: BatchFuture, slot: int) -> None:
-        self.run = run
-        self.future = future
-        self.slot = slot
-
-
-# Messages of the supervisor's inbox, beside a Run that ended and a _Flight whose payload must be sent again.
-_LANDED, _FINISH, _CANCEL, _GIVE_UP, _EXIT = "landed", "finish", "cancel", "give up", "exit"
-
-
-class _Engine:
-    """The state that consumer, pool and supervisor share, under one lock; see the module's docstring."""
-
-    def __init__(self, max_workers: int, executor: Executor | None) -> None:
-        self.pid = os.getpid()
-        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.arena: Arena | None = None
-        self.pool: WorkerPool | None = None
-        self._elsewhere = executor
-        self._lock = threading.Lock()
-        self._flights: set[_Flight] = set()
-        self._flags: list[int] = []
-        self._shipments: weakref.WeakValueDictionary[int, Shipment] = weakref.WeakValueDictionary()
-        self._closed = False
-        self._broken: str | None = None
-        self._supervisor: threading.Thread | None = None
-        self._end_lease: Callable[[], None] | None = None
-        if executor is None:
-            self.arena = Arena()
-            self._board = Board(self.arena)
-            self._flags = list(range(1, BOARD_BYTES))
-            self.pool = WorkerPool(max_workers, initialize, (self.arena.fd,))
-        _engines.add(self)
-
-    @property
-    def usable(self) -> bool:
-        """Whether it takes more chunks."""
-        return not self._closed and self._broken is None and self.pid == os.getpid()
-
-    # -- consumer's thread
-
-    def publish(self, content: Payload | Context) -> Shipment:
-        """Ship ``content``, unless the workers have just these bytes already."""
-        if self.arena is None or self.pool is None:
-            shipment = Shipment(content)
-        else:
-            pickled = dumps(content)
-            with self._lock:
-                published = list(self._shipments.values())
-            for shipment in published:
-                if type(shipment.content) is type(content) and self.arena.holds(shipment.parcel, pickled):
-                    return shipment
-            if pickled.shares_memory:
-                warnings.warn(
-                    "the dataset holds tensors in shared memory (share_memory_()); fifobatch's workers get copies of them",
-                    stacklevel=2,
-                )
-            self.pool.expect_modules(server.installed_modules(pickled.modules))
-            shipment = Shipment(content, self.arena, pickled)
-        with self._lock:
-            self._shipments[shipment.token] = shipment
-        return shipment
-
-    def start_run(self, payload: Payload, base_seed: int, flagged: bool) -> Run:
-        """Publish a plan as it is now.
-
-        Raises:
-            PlanError: It cannot be pickled.
-        """
-        try:
-            shipment = self.publish(payload)
-        except Exception as error:  # whatever the user's own pickling raises
-            raise _cannot_send(payload, error) from error
-        context = self.publish(Context.now())
-        with self._lock:
-            flag = self._flags.pop() if flagged and self._flags else 0
-        return Run(self, shipment, context, base_seed, flag)
-
-    def submit(self, run: Run, chunk: Chunk) -> BatchFuture:
-        """Start loading one chunk.
-
-        Raises:
-            ClosedError: The executor was shut down.
-            WorkerDiedError: A worker of this pool has died.
-        """
-        future = BatchFuture(chunk)
-        with self._lock:
-            if self._closed or self.pid != os.getpid():
-                raise ClosedError("cannot load after shutdown (or in a child of os.fork); make a new executor or loader")
-            if self._broken is not None:
-                raise WorkerDiedError(f"{self._broken} Earlier chunks were reported; make a new executor to go on")
-            self._start_supervisor()
-            flight = _Flight(run, future, 0 if self.arena is None else self.arena.take())
-            self._flights.add(flight)
-        try:
-            future.inner = self._start(flight)
-        except BaseException:
-            self._land(flight)
-            raise
-        future.inner.add_done_callback(partial(self._arrived, flight))
-        return future
-
-    def _start(self, flight: _Flight, payload: bytes | None = None) -> Future[Answer]:
-        run, chunk = flight.run, flight.future.chunk
-        alive = tuple(self._shipments.data)  # in one step: other threads publish meanwhile
-        if self.arena is None or self.pool is None:
-            assert self._elsewhere is not None
-            body = (chunk.number, chunk.indices, chunk.seed)
-            return self._elsewhere.submit(load_elsewhere, run.payload.token, payload, alive, body)
-        try:
-            indices = self.arena.pack(dumps(chunk.indices), flight.slot)
-        except Exception as error:  # whatever pickling the user's indices raises
-            error.add_note(f"In fifobatch, pickling the indices of chunk {chunk.number}: {brief(chunk.indices)}.")
-            raise
-        task = Task(
-            payload=(run.payload.token, run.payload.parcel),
-            context=(run.context.token, run.context.parcel),
-            alive=alive,
-            run=run.flag,
-            base_seed=run.base_seed,
-            number=chunk.number,
-            seed=chunk.seed,
-            indices=indices,
-            slot=flight.slot,
-        )
-        return self.pool.submit(load, task)
-
-    def raise_flag(self, flag: int) -> None:
-        """Tell the workers that a run was abandoned (also from a finalizer)."""
-        self._board[flag] = True
-
-    def _start_supervisor(self) -> None:
-        if self._supervisor is None:
-            if self.pool is not None:
-                self._end_lease = server.servers.lease()
-            self._supervisor = threading.Thread(target=self._supervise, name="fifobatch-supervisor", daemon=True)
-            self._supervisor.start()
-
-    def shutdown(self, message: str) -> threading.Thread | None:
-        """Take no more chunks; return the supervisor, which ends when the pool has ended."""
-        with self._lock:
-            self._closed = True
-            supervisor = self._supervisor
-        self.inbox.put(message)
-        return supervisor
-
-    # -- pool's thread
-
-    def _arrived(self, flight: _Flight, inner: Future[Answer]) -> None:
-        """Complete the future of a chunk whose task is done. A done callback: what it raised would be lost."""
-        future = flight.future
-        try:
-            answer = inner.result()
-        except CancelledError:
-            self._land(flight)
-            future.settle_cancelled()
-            return
-        except BaseException as error:  # whatever the pool says of a task that did not run to its end
-            # Its slot is not given back: the worker may still be writing.
-            self._land(flight, keep_slot=True)
-            self._fail(future, self._explain(future.chunk, error))
-            return
-        if answer.kind == "unknown":
-            self.inbox.put(flight)
-            return
-        result: Any = None
-        if answer.kind != "abandoned" and not flight.run.over:
-            result = self._open(future.chunk, answer)
-        self._land(flight)
-        if result is None:
-            future.settle_cancelled()
-        elif isinstance(result, Batch):
-            if future.set_running_or_notify_cancel():
-                future.set_result(result)
-        else:
-            self._fail(future, result)
-
-    def _open(self, chunk: Chunk, answer: Answer) -> Batch[Any] | Exception:
-        try:
-            body = answer.body if self.arena is None else loads(*self.arena.unpack(answer.body))
-            return rebuild(body) if answer.kind == "error" else Batch(chunk.number, chunk.indices, body)
-        except BaseException as error:  # what unpickling the user's objects raises is this batch's error
-            where = f"In the parent, unpickling the batch of chunk {chunk.number} (indices {brief(chunk.indices)})."
-            return rebuild(report(error, where))
-
-    def _land(self, flight: _Flight, keep_slot: bool = False) -> None:
-        with self._lock:
-            self._flights.discard(flight)
-            closed = self._closed
-        if self.arena is not None and not keep_slot:
-            self.arena.give_back(flight.slot)
-        if closed or flight.run.over:
-            self.inbox.put(_LANDED)
-
-    @staticmethod
-    def _fail(future: BatchFuture, error: Exception) -> None:
-        if future.set_running_or_notify_cancel():
-            future.set_exception(error)
-
-    def _explain(self, chunk: Chunk, error: BaseException) -> Exception:
-        if isinstance(error, ClosedError):
-            return ClosedError(f"chunk {chunk.number} was not loaded: {error}")
-        if not isinstance(error, BrokenExecutor):
-            return rebuild(report(error, f"In the executor, on chunk {chunk.number} (indices {brief(chunk.indices)})."))
-        with self._lock:
-            if self._broken is None:
-                dead = self.pool.dead_workers() if self.pool is not None else []
-                self._broken = "A worker process died: " + (", ".join(_describe(*worker) for worker in dead) or str(error))
-                self._broken = self._broken.rstrip(".") + "."
-        died = WorkerDiedError(
-            f"{self._broken} Chunk {chunk.number} (indices {brief(chunk.indices)}) was under way and is not loaded"
-        )
-        died.__cause__ = error
-        return died
-
-    # -- supervisor's thread
-
-    def _supervise(self) -> None:
-        ending, deadline = False, None
-        ended_runs: list[Run] = []
-        while not (ending and not self._flights):
-            try:
-                message = self.inbox.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                message = _EXIT
-            if isinstance(message, Run):
-                ended_runs.append(message)
-                self._cancel(message, give_up=True)
-            elif isinstance(message, _Flight):
-                self._send_again(message)
-            elif message in (_FINISH, _CANCEL, _GIVE_UP):
-                ending = True
-                if message == _GIVE_UP:
-                    deadline = time.monotonic() + GRACE_SECONDS
-                if message != _FINISH:
-                    self._cancel(None, give_up=message == _GIVE_UP)
-            elif message == _EXIT:
-                ending, deadline = True, None
-                self._kill()
-            del message
-            ended_runs = self._free_flags(ended_runs)
-        if self.pool is not None:
-            self.pool.shutdown(wait=True)
-        if self._end_lease is not None:
-            self._end_lease()
-
-    def _cancel(self, run: Run | None, give_up: bool) -> None:
-        """Cancel what no worker has begun, of one run or of all; ``give_up`` stops those that have, at their next sample."""
-        with self._lock:
-            flights = [flight for flight in self._flights if run is None or flight.run is run]
-        for flight in flights:
-            if give_up:
-                flight.run.over = True
-                if flight.run.flag:
-                    self.raise_flag(flight.run.flag)
-            flight.future.cancel()
-
-    def _free_flags(self, ended: list[Run]) -> list[Run]:
-        """Use a run's flag again when none of its tasks can read it any more; return the runs still waiting."""
-        with self._lock:
-            busy = {flight.run for flight in self._flights}
-            for run in ended:
-                if run not in busy and run.flag:
-                    self._board[run.flag] = False
-                    self._flags.append(run.flag)
-        return [run for run in ended if run in busy]
-
-    def _send_again(self, flight: _Flight) -> None:
-        try:
-            flight.future.inner = self._start(flight, cloudpickle.dumps(flight.run.payload.content))
-        except Exception as error:  # the user's pickling, or an executor that takes no more: this chunk's error
-            self._land(flight)
-            self._fail(flight.future, _cannot_send(flight.run.payload.content, error))
-        else:
-            flight.future.inner.add_done_callback(partial(self._arrived, flight))
-
-    def _kill(self) -> None:
-        if self.pool is not None:
-            self.pool.kill(ClosedError("its worker was killed at the executor's end"))
-
-
-def _describe(pid: int, exit_code: int) -> str:
-    if exit_code == 255:  # its fork server is gone, so nobody could tell
-        return f"pid {pid}"
-    if exit_code >= 0:
-        return f"pid {pid} ended with exit code {exit_code}"
-    try:
-        name = Signals(-exit_code).name
-    except ValueError:
-        name = f"signal {-exit_code}"
-    hint = " (out of memory?)" if name == "SIGKILL" else ""
-    return f"pid {pid} was killed by {name}{hint}"
-
-
-def _cannot_send(payload: Any, error: Exception) -> PlanError:
-    """Say which part of a plan cannot be pickled, and what to do."""
-    path, culprit = "plan", payload
-    for name in ("dataset", "collate_fn", "worker_init_fn"):
-        part = getattr(payload, name)
-        try:
-            dumps(part)
-        except Exception:  # whatever the user's own pickling raises: the question is only which part it is
-            path, culprit = find_culprit(part, name)
-            break
-    return PlanError(
-        f"cannot send {type(payload.dataset).__name__} to the worker processes: {path} is a "
-        f"{type(culprit).__module__}.{type(culprit).__qualname__} ({error}). Open or create it where it is used, in "
-        "__getitem__ or worker_init_fn; or leave it out in __getstate__; or load in this process with num_workers=0"
-    )
-
-
-_engines: "weakref.WeakSet[_Engine]" = weakref.WeakSet()
-
-
-def _end_engines() -> None:
-    """At interpreter exit: nobody waits for a long sample."""
-    for engine in list(_engines):
-        supervisor = engine.shutdown(_EXIT)
-        if supervisor is not None and engine.pool is not None:
-            supervisor.join()
-
-
-at_exit(_end_engines)
-os.register_at_fork(after_in_child=_engines.clear)
+__all__ = ["BatchExecutor"]
 
 
 class BatchExecutor:
@@ -443,13 +34,14 @@ class BatchExecutor:
         ...     sorted(batch.tolist() for batch in executor.as_completed(plan))
         [[0, 1], [2, 3], [4, 5]]
 
-    Given as ``executor=`` to several loaders, they share its workers. Worker processes start when there is work for them.
+    Given as ``executor=`` to several loaders, they share its workers. Worker processes start when there is work for
+    them.
 
     Args:
         max_workers: The most worker processes; None for the number of cores that this process may use.
-        executor: Any other `concurrent.futures.Executor` that is to load instead (threads, Dask, MPI). It is not shut down
-            here. Its own transport carries the batches; datasets see no ``get_worker_info()`` there, and on threads, which
-            share one random state, chunk seeds are not applied.
+        executor: Any other `concurrent.futures.Executor` that is to load instead (threads, Dask, MPI). It is not shut
+            down here. Its own transport carries the batches; datasets see no ``get_worker_info()`` there, and on
+            threads, which share one random state, chunk seeds are not applied.
         worker_init_fn: Called with the worker's id, once for each copy of a dataset that a worker gets.
 
     Raises:
@@ -483,9 +75,10 @@ class BatchExecutor:
         self.worker_init_fn = worker_init_fn
         if executor is None and not server.available:
             executor = self._owned = loky_pool(self.max_workers)
-        self._engine = _Engine(self.max_workers, executor)
+        self._engine = Engine(self.max_workers, executor)
         self._runs: weakref.WeakKeyDictionary[BatchPlan, Run] = weakref.WeakKeyDictionary()
-        self._finalizer = weakref.finalize(self, self._engine.inbox.put, _GIVE_UP)
+        self._latest: weakref.WeakKeyDictionary[object, Run] = weakref.WeakKeyDictionary()
+        self._finalizer = weakref.finalize(self, self._engine.inbox.put, GIVE_UP)
         self._finalizer.atexit = False
 
     @property
@@ -518,8 +111,8 @@ class BatchExecutor:
 
         Args:
             plan: What to load. Its dataset is sent to the workers as it is now.
-            window: Batches that may be under way at once, that is, submitted and not yet yielded; ``2 * max_workers`` if
-                None. Loading begins now and fills the window, however slow the consumer.
+            window: Batches that may be under way at once, that is, submitted and not yet yielded; ``2 * max_workers``
+                if None. Loading begins now and fills the window, however slow the consumer.
 
         Raises:
             ClosedError: The executor was shut down.
@@ -538,6 +131,7 @@ class BatchExecutor:
         num_workers: int | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
         timeout: float | None = None,
+        owner: object = None,
     ) -> Completions:
         """Do what `as_completed` does, with a window of any kind; the engine under `FifoLoader`.
 
@@ -548,6 +142,8 @@ class BatchExecutor:
             num_workers: What ``get_worker_info()`` says; ``max_workers`` if None.
             worker_init_fn: The executor's own if None.
             timeout: Seconds to wait for the next batch.
+            owner: Whoever will iterate the same dataset again (``plan`` if None): what was shipped for it stays shipped
+                as long as it lives, so that workers keep their copy if nothing has changed.
 
         Raises:
             ClosedError, PlanError: As `as_completed`.
@@ -558,6 +154,7 @@ class BatchExecutor:
         if first:
             payload = self._payload(plan, num_workers, worker_init_fn)
             run = self._engine.start_run(payload, plan.seed, flagged=True)
+            self._latest[plan if owner is None else owner] = run
         return Completions(itertools.chain(first, chunks), run, window, select, timeout)
 
     def _payload(
@@ -581,7 +178,7 @@ class BatchExecutor:
             wait: Return only when the workers have ended.
             cancel_futures: Cancel the chunks that no worker has begun.
         """
-        supervisor = self._engine.shutdown(_CANCEL if cancel_futures else _FINISH)
+        supervisor = self._engine.shutdown(CANCEL if cancel_futures else FINISH)
         if wait and supervisor is not None and supervisor is not threading.current_thread():
             supervisor.join()
         if self._owned is not None:
@@ -589,7 +186,7 @@ class BatchExecutor:
 
     def close(self) -> None:
         """Give up what is under way and end the workers, without waiting for it. Idempotent."""
-        self._engine.shutdown(_GIVE_UP)
+        self._engine.shutdown(GIVE_UP)
         if self._owned is not None:
             self._owned.shutdown(wait=False)
 

@@ -56,11 +56,11 @@ class FifoLoader(DataLoader[T_co]):
         multiprocessing_context: Refused: workers come from fifobatch's own fork server.
         in_order: True yields in plan order, as ``max_skew=0``. False is the default.
         max_skew: How many places a batch may overtake an earlier one; None for no limit.
-        window: Batches that may be under way at once, that is, submitted and not yet yielded, whatever the consumer does;
-            ``prefetch_factor * num_workers`` if None. It may be smaller than ``num_workers``.
+        window: Batches that may be under way at once, that is, submitted and not yet yielded, whatever the consumer
+            does; ``prefetch_factor * num_workers`` if None. It may be smaller than ``num_workers``.
         progress: Show a tqdm bar; a dict gives tqdm's arguments.
-        executor: A `BatchExecutor` to share with other loaders, or any `concurrent.futures.Executor`, instead of workers of
-            this loader's own. It is not shut down here.
+        executor: A `BatchExecutor` to share with other loaders, or any `concurrent.futures.Executor`, instead of
+            workers of this loader's own. It is not shut down here.
 
     Raises:
         PlanError: ``dataset`` is an ``IterableDataset``, or ``multiprocessing_context`` is given.
@@ -95,8 +95,8 @@ class FifoLoader(DataLoader[T_co]):
         refuse_iterable(dataset)
         if multiprocessing_context is not None:
             raise PlanError(
-                f"multiprocessing_context={multiprocessing_context!r}: fifobatch's workers come from a fork server of its "
-                "own; leave it out, or give executor= to load elsewhere"
+                f"multiprocessing_context={multiprocessing_context!r}: fifobatch's workers come from a fork server of "
+                "its own; leave it out, or give executor= to load elsewhere"
             )
         if in_order and max_skew not in (None, 0):
             raise ValueError(f"in_order=True and max_skew={max_skew} contradict each other; give one of them")
@@ -183,6 +183,7 @@ class FifoLoader(DataLoader[T_co]):
                 num_workers=self.num_workers,
                 worker_init_fn=self.worker_init_fn,
                 timeout=self.timeout or None,
+                owner=self,
             )
         owned = executor if executor not in (self._shared, self._own) else None
         iterator = LoaderIterator(batches, select, self._length(), progress, owned, self._pins())
@@ -194,7 +195,8 @@ class FifoLoader(DataLoader[T_co]):
             return self._shared
         if self._end_lease is None:
             # The fork server stays warm as long as this loader may want it again.
-            self._end_lease = weakref.finalize(self, server.servers.lease())
+            self._end_lease = finalizer = weakref.finalize(self, server.servers.lease())
+            finalizer.atexit = False
         if not self.persistent_workers:
             return BatchExecutor(self.num_workers)
         if self._own is not None and (self._own.max_workers != self.num_workers or not self._own.usable):
@@ -318,7 +320,7 @@ class LoaderIterator(Iterator[Any]):
         try:
             batch = next(self._batches)
             if self._pins:
-                batch = dataclasses.replace(batch, data=torch_pin_memory(batch.data))
+                batch = dataclasses.replace(batch, data=_pin(batch.data))
             if self._progress is not None:
                 self._progress.update(self._batches.under_way, self._batches.seconds_waited)
             return self._select(batch)
@@ -394,6 +396,10 @@ class InProcess(Iterator[Batch[Any]]):
     def close(self) -> None:
         """Load no more. Idempotent."""
         self._closed = True
+
+
+def _pin(data: Any) -> Any:
+    return torch_pin_memory(data)  # type: ignore[no-untyped-call]
 
 
 def _whole(batch: Batch[Any]) -> Batch[Any]:

@@ -118,7 +118,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        self.shares_memory = self.shares_memory or tensor.is_shared()
+        self.shares_memory = self.shares_memory or tensor.is_shared()  # type: ignore[no-untyped-call]
         plain = (
             tensor.layout is torch.strided
             and tensor.device.type == "cpu"
@@ -221,8 +221,9 @@ def rebuild(report: Report) -> Exception:
     # StopIteration would end a for loop, SystemExit the script, without a word.
     if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
         error = SampleError(f"{report.name}: {report.text}" if report.text else report.name)
-    error.add_note(report.note)
-    return error
+    failure: Exception = error
+    failure.add_note(report.note)
+    return failure
 
 
 # -- what cannot be pickled -------------------------------------------------------------------------------------------

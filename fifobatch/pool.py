@@ -2,11 +2,11 @@
 
 Runs in the parent: `WorkerPool.submit` in the thread that iterates, done callbacks in loky's manager thread.
 
-loky is used for what it does well: queues, sentinels, and telling every future when a worker dies. Three things are done
-differently here, by overriding or reading what loky keeps private (so its version is bounded in ``setup.cfg``):
+loky is used for what it does well: queues, sentinels, and telling every future when a worker dies. Three things are
+done differently here, by overriding or reading what loky keeps private (so its version is bounded in ``setup.cfg``):
 
-- processes start when there is work for one more, instead of all at the first task: two chunks start two workers, even if
-  eight are allowed and nobody knows how many chunks will come;
+- processes start when there is work for one more, instead of all at the first task: two chunks start two workers, even
+  if eight are allowed and nobody knows how many chunks will come;
 - `WorkerPool.kill` kills the processes that it knows; loky's own way needs psutil, or runs ``pgrep``;
 - at interpreter exit, pools are killed *before* loky waits for their running tasks.
 """
@@ -123,6 +123,7 @@ class WorkerPool:
         )
         self._pid = os.getpid()
         self._ended = False
+        self._manager: threading.Thread | None = None
         _pools.add(self)
 
     def expect_modules(self, modules: frozenset[str]) -> None:
@@ -138,21 +139,39 @@ class WorkerPool:
             RuntimeError: The pool was shut down, or the interpreter is exiting.
         """
         future: Future[Result] = self._loky.submit(fn, *args)
+        self._manager = self._loky._executor_manager_thread
         _register_exit_hook()
         return future
 
-    def dead_workers(self) -> list[tuple[int, int]]:
-        """Return pid and exit code of the workers that ended; a negative code is the signal that killed it.
+    @property
+    def usable(self) -> bool:
+        """Whether no worker has died and nobody has killed them."""
+        return not self._ended and self._loky._flags.broken is None
+
+    def dead_workers(self) -> list[str]:
+        """Say which workers ended, and how.
 
         To be read at once when the first future breaks: a little later loky kills the others.
         """
         workers = list(self._context.workers.values())
-        return [(worker.pid, worker.exitcode) for worker in workers if worker.pid and worker.exitcode is not None]
+        return [
+            _describe(worker.pid, worker.exitcode) for worker in workers if worker.pid and worker.exitcode is not None
+        ]
 
-    def shutdown(self, wait: bool) -> None:
-        """Let the workers end when their tasks are done."""
+    def shutdown(self) -> None:
+        """Let the workers end when their tasks are done. It does not wait for that."""
         if not self._ended and os.getpid() == self._pid:
-            self._loky.shutdown(wait=wait)
+            self._loky.shutdown(wait=False)
+
+    def join(self, timeout: float | None) -> bool:
+        """Wait until all has ended after `shutdown` or `kill`; return whether it has.
+
+        Args:
+            timeout: Seconds; None for ever.
+        """
+        if self._manager is not None:
+            self._manager.join(timeout)
+        return self._manager is None or not self._manager.is_alive()
 
     def kill(self, error: Exception) -> None:
         """Kill the workers now, and wait for them; unfinished futures get ``error``."""
@@ -174,6 +193,19 @@ class WorkerPool:
         with pool._shutdown_lock:
             if pool._executor_manager_thread_wakeup is not None:
                 pool._executor_manager_thread_wakeup.wakeup()
+
+
+def _describe(pid: int, exit_code: int) -> str:
+    if exit_code == 255:  # its fork server is gone, so nobody could tell
+        return f"pid {pid}"
+    if exit_code >= 0:
+        return f"pid {pid} ended with exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    return f"pid {pid} was killed by {name}{hint}"
 
 
 def cpu_count() -> int:
@@ -212,11 +244,11 @@ def _run_exit_hooks() -> None:
 
 
 def _forget_pools() -> None:
-    # In a child of os.fork(): the pools are the parent's. Keep loky's objects alive, as their finalizers take locks that
-    # may be held for ever here, and keep loky's exit hook from waking up the parent's threads.
+    # In a child of os.fork(): the pools are the parent's. Keep loky's objects alive, as their finalizers take locks
+    # that may be held for ever here, and keep loky's exit hook from waking up the parent's threads.
     for pool in list(_pools):
         _inherited_pools.append(pool._loky)
-        loky.process_executor._threads_wakeups.pop(pool._loky._executor_manager_thread, None)
+        loky.process_executor._threads_wakeups.pop(pool._manager, None)
     _pools.clear()
 
 

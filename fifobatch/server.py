@@ -9,9 +9,9 @@
 
 - The *base* server is a fresh interpreter (nothing is forked from the user's process, so its threads, locks and CUDA
   state are safe). It imports torch once, whatever the number of workers.
-- A dataset whose pickle names installed packages gets a *grown* server: a fork of the one before that imports them, once.
-  Never the user's own files, which may be edited between two cells. A package that fails, exits or starts threads there
-  is left to the workers themselves, and named once in a warning; the base server is out of its reach.
+- A dataset whose pickle names installed packages gets a *grown* server: a fork of the one before that imports them,
+  once. Never the user's own files, which may be edited between two cells. A package that fails, exits or starts threads
+  there is left to the workers themselves, and named once in a warning; the base server is out of its reach.
 - They serve as long as somebody holds a `lease`, and leave `LINGER_SECONDS` after the last one ended: the next loader
   finds them warm. They also leave when the parent dies, since they watch a pipe that it holds.
 
@@ -23,6 +23,7 @@ file is unlinked as soon as the parent holds it open, so nobody else can reach i
 `serve` runs in the servers, in their only thread; all else in the parent, under `_Servers`' lock.
 """
 
+import functools
 import gc
 import importlib
 import io
@@ -72,6 +73,7 @@ class ServedPopen(Popen):
     """How a multiprocessing ``Process`` is started here: by asking a fork server."""
 
     method = "fifobatch"
+    _fds: list[int]  # what the child inherits
 
     def _launch(self, process_obj: Any) -> None:
         fds, data = _pickle_process(self, process_obj)
@@ -79,7 +81,8 @@ class ServedPopen(Popen):
 
     def _follow(self, forked: Forked) -> None:
         self.pid, self.sentinel = forked.pid, forked.sentinel
-        self.finalizer = util.Finalize(self, util.close_fds, (forked.lifeline, forked.sentinel))
+        fds = (forked.lifeline, forked.sentinel)
+        self.finalizer = util.Finalize(self, util.close_fds, fds)  # type: ignore[attr-defined]  # missing in typeshed
 
 
 def _pickle_process(popen: ServedPopen, process_obj: Any) -> tuple[list[int], memoryview]:
@@ -122,6 +125,7 @@ class _Server:
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(f"/proc/self/fd/{self._door}")
                 tracker = resource_tracker._resource_tracker.getfd()
+                assert tracker is not None
                 reduction.sendfds(client, [lifeline.reader, status.writer, self._alive, tracker, *fds])
             # Without our own copies of the child's ends, what follows fails instead of waiting when the child dies.
             status.close_writer()
@@ -185,11 +189,12 @@ class _Servers:
         self._refused: set[str] = set()  # modules that a server cannot have; kept, so that each is tried once
         self._leases: queue.SimpleQueue[int] = queue.SimpleQueue()  # +1 and -1
         self._keeper: threading.Thread | None = None
+        self._popen: subprocess.Popen[bytes] | None = None  # the base server's
         self._exit_hook = False
 
     def _forget(self) -> None:
         # In a child of os.fork() the lock may be held by a thread that is not there, and the servers are the parent's.
-        chain, popen = self._chain, getattr(self, "_popen", None)
+        chain, popen = self._chain, self._popen
         self._reset()
         self._exit_hook = True  # inherited
         for server in chain:
@@ -198,7 +203,7 @@ class _Servers:
             popen.returncode = 0  # not ours to wait for: no ResourceWarning
 
     def lease(self) -> Callable[[], None]:
-        """Keep the servers warm until the returned function is called.
+        """Keep the servers warm until the returned function is called, once.
 
         It may be called from a finalizer, in any thread and inside any lock: all it does is a `SimpleQueue.put`.
         """
@@ -207,14 +212,7 @@ class _Servers:
             if self._keeper is None:
                 self._keeper = threading.Thread(target=self._keep, name="fifobatch-server-keeper", daemon=True)
                 self._keeper.start()
-        leases, ended = self._leases, []
-
-        def end() -> None:
-            if not ended:
-                ended.append(True)
-                leases.put(-1)
-
-        return end
+        return functools.partial(self._leases.put, -1)
 
     def _keep(self) -> None:
         """Count leases; stop the servers a little after the last one ended (in a thread of its own)."""
@@ -223,7 +221,8 @@ class _Servers:
             try:
                 held += self._leases.get(timeout=None if held else LINGER_SECONDS)
             except queue.Empty:
-                with self._lock:  # a lease made meanwhile is in the queue, or waits for the lock and starts a new keeper
+                # A lease made meanwhile is in the queue already, or waits for the lock and then starts a new keeper.
+                with self._lock:
                     if self._leases.empty():
                         self._keeper = None
                         self._stop()
@@ -290,8 +289,9 @@ class _Servers:
                 f"import sys; sys.path[:] = {_install_path()!r}; "
                 f"from fifobatch.server import serve; serve(*{fds}, {modules!r})"
             )
+            flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
             self._popen = subprocess.Popen(
-                [sys.executable, *subprocess._args_from_interpreter_flags(), "-P", "-c", code],  # type: ignore[attr-defined]
+                [sys.executable, *flags, "-P", "-c", code],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
                 env=environment,
@@ -299,13 +299,23 @@ class _Servers:
             )
             popen = self._popen
             report.close_writer()
-            loaded, _, _ = _read_report(report.detach_reader())
+            try:
+                loaded, _, _ = _read_report(report.detach_reader())
+            except BaseException:  # an interrupt, while torch is imported
+                popen.kill()
+                popen.wait()
+                raise
             if loaded is None:
                 raise FifobatchError(
                     f"the fork server could not start (exit code {popen.wait()}); "
                     "its traceback is on stderr. The workers would not start either: mend that first"
                 )
-            return _Server(os.dup(door), alive.detach_writer(), lambda: (popen.kill(), popen.wait()), loaded)
+
+            def kill() -> None:
+                popen.kill()
+                popen.wait()
+
+            return _Server(os.dup(door), alive.detach_writer(), kill, loaded)
 
     def _grow(self, server: _Server, missing: list[str]) -> _Server | None:
         """Fork a server off ``server`` that imports ``missing``; None if one of them was refused."""
@@ -331,8 +341,7 @@ class _Servers:
             kill()
             self._refused.update([importing] if importing else missing)
             warnings.warn(
-                f"importing {importing} {spoiled or 'ends the process'}, so each fifobatch worker imports it by itself, "
-                "which is slower than once for all",
+                f"importing {importing} {spoiled or 'ends the process'}, so each fifobatch worker imports it by itself",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -350,8 +359,8 @@ class _GrownServer(process.BaseProcess):
 
     def run(self) -> None:
         """Serve (in the child)."""
-        inherited = forkserver._forkserver._inherited_fds
-        serve(*inherited, self._modules)
+        listener, alive, report = forkserver.get_inherited_fds()  # type: ignore[misc]  # not None: it was forked there
+        serve(listener, alive, report, self._modules)
 
 
 servers = _Servers()
@@ -420,7 +429,7 @@ def installed_modules(names: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-# -- in the server ------------------------------------------------------------------------------------------------------
+# -- in the server ----------------------------------------------------------------------------------------------------
 
 
 def serve(listener_fd: int, alive_fd: int, report_fd: int, modules: list[str]) -> None:

@@ -65,7 +65,7 @@ class ManualExecutor(Executor):
             future.set_result(result)
 
     def fail(self, number: int, error: BaseException) -> None:
-        """Complete call ``number`` with an error of the executor itself, such as a ``BrokenExecutor``, without running it.
+        """Complete call ``number`` with an error of the executor's own, such as ``BrokenExecutor``; nothing runs.
 
         Raises:
             ValueError: It is done already.

@@ -1,7 +1,7 @@
 """How batches and datasets travel: through shared slots, so that only a few bytes cross the pool's pipe.
 
-An `Arena` is one anonymous memory file (memfd) that the parent makes and the workers inherit. It is sparse: slots lie at
-fixed offsets, far enough apart that none needs to grow, and only what was written takes memory. It has no name, so a
+An `Arena` is one anonymous memory file (memfd) that the parent makes and the workers inherit. It is sparse: slots lie
+at fixed offsets, far enough apart that none needs to grow, and only what was written takes memory. It has no name, so a
 killed process leaves nothing behind, and the size of /dev/shm does not matter.
 
 ::
@@ -14,7 +14,8 @@ killed process leaves nothing behind, and the size of /dev/shm does not matter.
 Nothing longer than `PIPE_BYTES` crosses the pipe: a worker that is killed half way through a longer message would leave
 the pool's reader waiting for the rest for ever.
 
-A slot is written by one worker at a time and read after that worker's parcel has arrived. It is given back only then, or
+A slot is written by one worker at a time and read after that worker's parcel has arrived. It is given back only then,
+or
 never: a worker that was given up may still be writing, and the whole arena goes when its pool is gone.
 
 The first page is a board of flags, one a run: the parent sets it to say that a run was abandoned, and workers look

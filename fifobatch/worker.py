@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.data
 from loky.backend.resource_tracker import _resource_tracker as _loky_tracker
-from torch.utils.data._utils.collate import default_collate
 from torch.utils.data._utils import worker as _torch_worker
+from torch.utils.data._utils.collate import default_collate
 
 from fifobatch.pickling import Report, dumps, loads_sent, report
 from fifobatch.transport import Arena, Board, Parcel
@@ -131,16 +131,14 @@ class _Worker:
             context.apply()
             self.context = token
         token, parcel = task.payload
-        payload = self.payloads.get(token)
-        if payload is not None:
-            self._introduce(payload, task)
-            return payload
-        payload = loads_sent(*self.arena.unpack(parcel))
+        known = token in self.payloads
+        payload: Payload = self.payloads[token] if known else loads_sent(*self.arena.unpack(parcel))
         self._introduce(payload, task)
-        if payload.worker_init_fn is not None:
-            seed_all(task.base_seed + self.number)  # as torch seeds each worker, for recipes that read initial_seed()
-            payload.worker_init_fn(self.number)
-        self.payloads[token] = payload
+        if not known:
+            if payload.worker_init_fn is not None:
+                seed_all(task.base_seed + self.number)  # as torch seeds a worker, for recipes that read initial_seed()
+                payload.worker_init_fn(self.number)
+            self.payloads[token] = payload
         return payload
 
     def _introduce(self, payload: Payload, task: Task) -> None:
@@ -259,9 +257,7 @@ class Located(Exception):
         self.error = error
 
 
-def fetch(
-    plan: Payload, indices: Any, number: int, abandoned: Callable[[], bool] = lambda: False
-) -> Any:
+def fetch(plan: Payload, indices: Any, number: int, abandoned: Callable[[], bool] = lambda: False) -> Any:
     """Return the collated batch of one chunk; `ABANDONED` if nobody wants it any more.
 
     Raises:
