@@ -185,8 +185,8 @@ class FifoLoader(DataLoader[T_co]):
                 timeout=self.timeout or None,
                 owner=self,
             )
-        owned = executor if executor not in (self._shared, self._own) else None
-        iterator = LoaderIterator(batches, select, self._length(), progress, owned, self._pins())
+        ends = executor not in (None, self._shared, self._own)
+        iterator = LoaderIterator(batches, select, self._length(), progress, executor, ends, self._pins())
         self._iterators.add(iterator)
         return iterator
 
@@ -287,7 +287,8 @@ class LoaderIterator(Iterator[Any]):
         select: What to yield of a batch.
         length: Batches that the loader expects; None if unknown.
         progress: The bar to move.
-        executor: Whose workers end with this iterator.
+        executor: Who does it, if not this process.
+        ends_executor: Whether its workers end with this iterator.
         pins: Whether to pin memory.
     """
 
@@ -298,13 +299,15 @@ class LoaderIterator(Iterator[Any]):
         length: int | None,
         progress: Progress | None,
         executor: BatchExecutor | None,
+        ends_executor: bool,
         pins: bool,
     ) -> None:
         self._batches = batches
         self._select = select
         self._length = length
         self._progress = progress
-        self._executor = executor
+        self._executor = executor  # also a persistent one, whose loader may be gone
+        self._ends_executor = ends_executor
         self._pins = pins
 
     def __next__(self) -> Any:
@@ -347,7 +350,7 @@ class LoaderIterator(Iterator[Any]):
     def _end(self) -> None:
         if self._progress is not None:
             self._progress.close()
-        if self._executor is not None:
+        if self._executor is not None and self._ends_executor:
             self._executor.close()
 
     def close(self) -> None:
