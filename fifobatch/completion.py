@@ -45,8 +45,9 @@ class BatchFuture(Future[Batch[Any]]):
 
     def cancel(self) -> bool:
         """Cancel, if no worker has it yet. Once the pool has queued it for a worker, it cannot be cancelled."""
-        # The pool's future decides; when it is cancelled, its done callback settles this one.
-        return self.inner is not None and self.inner.cancel()
+        # The pool's future decides; when it is cancelled, its done callback settles this one (and drops it).
+        inner = self.inner
+        return inner is not None and inner.cancel()
 
     def settle_cancelled(self) -> None:
         """Mark as cancelled: its chunk will not be loaded."""

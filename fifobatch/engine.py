@@ -297,6 +297,7 @@ class Engine:
             return rebuild(report(error, where))
 
     def _land(self, flight: _Flight, keep_slot: bool = False) -> None:
+        flight.future.inner = None  # a cycle through its done callback, which would keep the batch alive
         with self._lock:
             self._flights.discard(flight)
             closed = self._closed

@@ -11,6 +11,7 @@ Without workers, or where this process may not have children, `_InProcess` loads
 
 import dataclasses
 import functools
+import itertools
 import multiprocessing
 import time
 import warnings
@@ -30,7 +31,7 @@ from fifobatch.errors import ClosedError, PlanError, SampleError
 from fifobatch.executor import BatchExecutor
 from fifobatch.plan import Batch, BatchPlan, refuse_iterable
 from fifobatch.pool import cpu_count
-from fifobatch.progress import Progress
+from fifobatch.progress import Progress, check_options
 from fifobatch.window import Window, check_count
 from fifobatch.worker import Located, Payload, fetch, seeds
 
@@ -103,6 +104,12 @@ class FifoLoader(DataLoader[T_co]):
         shared = None if executor is None else _shared_executor(executor, num_workers, worker_init_fn)
         if num_workers is None:
             num_workers = cpu_count() if shared is None else shared.max_workers
+        elif num_workers != -1:  # torch refuses negative ones
+            num_workers = check_count("num_workers", num_workers, 0)
+        for name, value in (("collate_fn", collate_fn), ("worker_init_fn", worker_init_fn)):
+            if value is not None and not callable(value):
+                raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a function or leave it out")
+        check_options(progress)
         if timeout > 0 and num_workers == 0:
             raise ValueError(f"timeout={timeout} needs worker processes: loading in this process cannot time out")
         self.max_skew = max_skew
@@ -213,7 +220,7 @@ class FifoLoader(DataLoader[T_co]):
         return Window(size, 0 if self.in_order else self.max_skew)
 
     def _make_progress(self) -> Progress | None:
-        if self.progress is False or self.progress is None:
+        if self.progress is False:
             return None
         return Progress(self._length(), self.progress if isinstance(self.progress, Mapping) else {})
 
@@ -276,7 +283,11 @@ class FifoLoader(DataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has workers of its own.
-        return self.__dict__ | {"_own": None, "_end_lease": None, "_iterators": weakref.WeakSet()}
+        return {key: value for key, value in vars(self).items() if key not in ("_own", "_end_lease", "_iterators")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start_afresh()
 
 
 class LoaderIterator(Iterator[Any]):
@@ -368,7 +379,9 @@ class InProcess(Iterator[Batch[Any]]):
     under_way = 0
 
     def __init__(self, plan: BatchPlan) -> None:
-        self._chunks = iter(plan)
+        chunks = iter(plan)
+        # Begin now: what the sampler draws belongs to the moment of iter().
+        self._chunks = itertools.chain(list(itertools.islice(chunks, 1)), chunks)
         self._payload = Payload(plan.dataset, plan.collate_fn, plan.collates, None, 0)
         self._closed = False
         self.seconds_waited = 0.0

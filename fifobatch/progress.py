@@ -1,13 +1,15 @@
 """The progress bar. Runs in the consumer's thread, once a yielded batch; tqdm draws it, on stderr."""
 
+import io
 import time
 import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from tqdm.auto import tqdm
+import tqdm.std
+from tqdm.auto import tqdm as auto_tqdm
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "check_options"]
 
 
 class Progress:
@@ -21,7 +23,7 @@ class Progress:
     """
 
     def __init__(self, total: int | None, options: Mapping[str, Any]) -> None:
-        self._bar = tqdm(**{"total": total, "unit": "batch", "dynamic_ncols": True, **options})
+        self._bar = auto_tqdm(**{"total": total, "unit": "batch", "dynamic_ncols": True, **options})
         self._started = time.perf_counter()
         self.close = weakref.finalize(self, self._bar.close)
 
@@ -35,3 +37,21 @@ class Progress:
         share = seconds_waited / max(time.perf_counter() - self._started, 1e-9)
         self._bar.set_postfix_str(f"{under_way} under way, waited {share:.0%}", refresh=False)
         self._bar.update()
+
+
+def check_options(progress: Any) -> None:
+    """Raise unless ``progress`` is True, False or a dict of arguments that tqdm takes.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if isinstance(progress, bool):
+        return
+    if not isinstance(progress, Mapping):
+        raise TypeError(f"progress={progress!r} is a {type(progress).__name__}; give True, False or a dict for tqdm")
+    options = {**progress, "file": io.StringIO(), "disable": False}
+    options.pop("display", None)  # the notebook bar's own
+    try:
+        tqdm.std.tqdm(**options).close()
+    except (KeyError, TypeError, ValueError) as error:
+        raise TypeError(f"progress={progress!r}: tqdm does not take that: {error}") from error

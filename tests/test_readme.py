@@ -1,0 +1,44 @@
+"""Everything that the README shows runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """Each example as a script of its own would be, one after another in one interpreter: torch's import is slow."""
+    folder = tmp_path_factory.mktemp("readme")
+    runner = "import sys\nfor number, text in enumerate(eval(sys.stdin.read())):\n"
+    runner += "    exec(compile(text, f'example {number}', 'exec'), {'__name__': '__main__'})\n"
+    runner += "    print('ran', number, flush=True)\n"
+    return subprocess.run(
+        [sys.executable, "-c", runner], input=repr(EXAMPLES), cwd=folder, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_examples_run_as_scripts(script):
+    assert script.returncode == 0, script.stderr
+    assert script.stdout.split("\n")[:-1] == [f"ran {number}" for number in range(len(EXAMPLES))]
+    assert len(EXAMPLES) >= 5
+
+
+def test_the_progress_bar_is_all_that_goes_to_stderr(script):
+    lines = [line for line in re.split(r"[\r\n]", script.stderr) if line.strip()]
+    assert lines
+    assert all("batch" in line for line in lines), script.stderr
+    assert "8/8" in lines[-1]
+
+
+def test_the_table_of_errors_is_the_one_of_the_code():
+    import fifobatch.errors
+
+    table = re.search(r"^FifobatchError \(RuntimeError\)\n(.*?)```", README, re.DOTALL | re.MULTILINE)[1]
+    names = re.findall(r"-- (\w+)", table)
+    assert sorted([*names, "FifobatchError"]) == fifobatch.errors.__all__
