@@ -120,11 +120,15 @@ def compare(
     """
     torch_name = "torch DataLoader" if in_order else "torch in_order=False"
     loaders: dict[str, Callable[..., Batches]] = {"FifoLoader": load_fifo, torch_name: partial(load_torch, in_order)}
+    # A batch of no samples starts and imports what loading needs. Where there is a __getitems__, which may not bear
+    # that: a dataset of one sample, the dataset itself.
+    nothing = options | {"batch_sampler": [[]], "collate_fn": len}
+    if hasattr(options["dataset"], "__getitems__"):
+        nothing |= {"dataset": [options["dataset"]], "batch_sampler": [[0]]}
     records = []
     for name, load in loaders.items():
         start = time.perf_counter()
-        # One sample, which is the dataset itself: loads nothing, but starts and imports what loading needs.
-        (startup,) = [time.perf_counter() - start for _ in load(1, True, dataset=[options["dataset"]], collate_fn=len)]
+        (startup,) = [time.perf_counter() - start for _ in load(1, True, **nothing)]
         arrivals = []
         start = time.perf_counter()
         for number, data in load(workers, quiet, **options):
@@ -218,11 +222,12 @@ def show_run(args: argparse.Namespace) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error as one line, with what fifobatch notes of it: the sample."""
+    """Return an error as one line, and what fifobatch notes of it, such as the sample, as another."""
     lines = str(error).splitlines()
-    lines = lines if len(lines) < 3 else [lines[0], "...", lines[-1]]
+    lines = lines if len(lines) < 3 else [lines[0], "...", lines[-1]]  # torch's texts hold a traceback
     notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ())]
-    return " ".join(" ".join([f"{type(error).__name__}:", *lines, *notes]).split())
+    text = " ".join(" ".join(lines).split())
+    return "\n".join([f"{type(error).__name__}: {text}".removesuffix(": "), *notes])
 
 
 def find(name: str) -> Any:
@@ -240,15 +245,17 @@ def find_dataset(name: str) -> Any:
     """Return the dataset that ``MODULE:FACTORY`` makes or is."""
     dataset = find(name)
     try:
-        if isinstance(dataset, type) or not hasattr(dataset, "__getitem__"):
+        if callable(dataset) and (isinstance(dataset, type) or not hasattr(dataset, "__getitem__")):
             dataset = dataset()
         cls = type(dataset)
-        map_style = hasattr(cls, "__getitem__") and hasattr(cls, "__len__") and not issubclass(cls, IterableDataset)
-        problem = "" if map_style and len(dataset) else "is empty" if map_style else "lacks __getitem__ or __len__"
+        if issubclass(cls, IterableDataset) or not (hasattr(cls, "__getitem__") and hasattr(cls, "__len__")):
+            problem = "has no __getitem__ and __len__"
+        else:
+            problem = "" if len(dataset) else "is empty"
     except (Exception, SystemExit) as error:  # whatever the user's dataset raises
         raise argparse.ArgumentTypeError(f"{name!r} fails: {describe(error)}") from error
     if problem:
-        raise argparse.ArgumentTypeError(f"{name!r} gives a {cls.__name__}, which {problem}")
+        raise argparse.ArgumentTypeError(f"{name!r} is no map-style dataset: its {cls.__name__} {problem}")
     return dataset
 
 

@@ -177,25 +177,31 @@ class FifoLoader(DataLoader[T_co]):
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
         plan = BatchPlan.of_loader(self, seed, self._epoch)
         progress = self._make_progress()
-        executor: BatchExecutor | None = None
-        batches: Completions | InProcess
-        if self.num_workers == 0 or (self._shared is None and not _may_have_children()):
-            batches = InProcess(plan)
-        else:
-            executor = self._executor()
-            batches = executor.iterate(
-                plan,
-                self._make_window(),
-                _whole,
-                num_workers=self.num_workers,
-                worker_init_fn=self.worker_init_fn,
-                timeout=self.timeout or None,
-                owner=self,
-            )
+        try:
+            batches, executor = self._load(plan)
+        except BaseException:
+            if progress is not None:
+                progress.close()
+            raise
         ends = executor not in (None, self._shared, self._own)
         iterator = LoaderIterator(batches, select, self._length(), progress, executor, ends, self._pins())
         self._iterators.add(iterator)
         return iterator
+
+    def _load(self, plan: BatchPlan) -> "tuple[Completions | InProcess, BatchExecutor | None]":
+        if self.num_workers == 0 or (self._shared is None and not _may_have_children()):
+            return InProcess(plan), None
+        executor = self._executor()
+        batches = executor.iterate(
+            plan,
+            self._make_window(),
+            _whole,
+            num_workers=self.num_workers,
+            worker_init_fn=self.worker_init_fn,
+            timeout=self.timeout or None,
+            owner=self,
+        )
+        return batches, executor
 
     def _executor(self) -> BatchExecutor:
         if self._shared is not None:

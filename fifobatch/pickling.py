@@ -127,10 +127,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         )
         if not plain:
             return NotImplemented  # torch's own pickling
-        by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-        flat = tensor.permute(by_stride)
-        if not flat.is_contiguous():  # a slice, or expanded: ship what it shows, not what it is cut from
-            tensor = flat = tensor.contiguous()
+        flat = tensor
+        if not tensor.is_contiguous():
+            flat = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+            if not flat.is_contiguous():  # a slice, or expanded: ship what it shows, not what it is cut from
+                tensor = flat = tensor.contiguous()
         if tensor.numel() == 0:
             return torch.empty_strided, (tuple(tensor.shape), tensor.stride(), tensor.dtype)
         block = (ctypes.c_char * tensor.nbytes).from_address(flat.data_ptr())

@@ -25,7 +25,7 @@ import loky.process_executor
 from loky.backend import resource_tracker
 from loky.backend.context import LokyContext
 
-from fifobatch.server import ServedPopen
+from fifobatch.server import ServedPopen, after_fork_in_child
 
 __all__ = ["WorkerPool", "WorkerProcess", "at_exit", "cpu_count", "loky_pool"]
 
@@ -259,4 +259,4 @@ def _forget_pools() -> None:
     _pools.clear()
 
 
-os.register_at_fork(after_in_child=_forget_pools)
+after_fork_in_child(_forget_pools)

@@ -40,19 +40,28 @@ import warnings
 from collections.abc import Callable, Collection, Iterable
 from multiprocessing import forkserver, process, reduction, resource_tracker, util
 from multiprocessing.context import set_spawning_popen
-from multiprocessing.popen_forkserver import Popen
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from fifobatch.errors import FifobatchError
 
-__all__ = ["ServedPopen", "available", "installed_modules", "servers"]
+__all__ = ["ServedPopen", "after_fork_in_child", "available", "installed_modules", "servers"]
 
 LINGER_SECONDS = 2.0  # long enough for one loader after another, short enough not to be found after the work
 
 # Linux only: macOS's frameworks do not survive a fork, and Windows has none.
 available = sys.platform == "linux" and reduction.HAVE_SEND_HANDLE
+if reduction.HAVE_SEND_HANDLE:
+    from multiprocessing.popen_forkserver import Popen
+else:
+    Popen = object  # type: ignore[assignment,misc]  # nothing is started this way
+
+
+def after_fork_in_child(hook: Callable[[], object]) -> None:
+    """Have ``hook`` called in each child of ``os.fork()``, where there is such a thing."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=hook)
 
 
 class Forked(NamedTuple):
@@ -181,7 +190,7 @@ class _Servers:
 
     def __init__(self) -> None:
         self._reset()
-        os.register_at_fork(after_in_child=self._forget)
+        after_fork_in_child(self._forget)
 
     def _reset(self) -> None:
         self._lock = threading.Lock()  # held while a server starts or forks
