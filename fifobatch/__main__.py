@@ -170,7 +170,7 @@ def show_records(records: list[Record], legend: str, figures: dict[str, Callable
     show(f"\n{legend}\n\n{'seconds until':37}" + "".join(f"{record.name:>21}" for record in records))
     figures = {"the first batch": lambda record: record.after(0), **figures}
     figures["the last batch"] = lambda record: record.after(1)
-    figures["start-up, once, not in the above"] = attrgetter("startup")
+    figures["start-up, once, not in these times"] = attrgetter("startup")
     for label, figure in figures.items():
         show(f"{label:37}" + "".join(f"{figure(record):21.2f}" for record in records))
 
@@ -187,7 +187,7 @@ def show_example(in_order: bool) -> None:
     show(
         f"20 samples, two a batch, two workers. Samples 11 to 19 are slow: {SLOW_SECONDS} s each.\n"
         "The batches are planned in the order [0, 1], [10, 11], [2, 3], [12, 13], ...\n"
-        "Loading them twice, for some seconds:\n"
+        "Loading them with either loader, which takes a few seconds ...\n"
     )
     show_records(
         compare(2, in_order, True, look, dataset=Example(), batch_sampler=batches, collate_fn=stamped),
@@ -195,7 +195,7 @@ def show_example(in_order: bool) -> None:
         "Look at the fast ones: in order, they wait for slow ones, and a worker idles.",
         {"the last fast batch": lambda record: max(a.seconds for a in record.arrivals if a.mark == "●")},
     )
-    show("\nTry also: --out-of-order (torch's in_order=False), and run --help (your own dataset).")
+    show("\nTry also: --out-of-order (torch's in_order=False), run --help (your own dataset).")
 
 
 def show_run(args: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from fifobatch.errors import ChunkTimeoutError, ClosedError
@@ -133,9 +133,9 @@ class Completions(Iterator[Any]):
                 self.close()
                 raise
         try:
+            if future.cancelled():  # not caught: user code may raise CancelledError, too
+                raise ClosedError(f"chunk {future.chunk.number} was cancelled: the executor was shut down")
             return self._select(future.result())
-        except CancelledError:
-            raise ClosedError(f"chunk {future.chunk.number} was cancelled: the executor was shut down") from None
         finally:
             del self, future  # an error's traceback holds this frame
 

@@ -22,7 +22,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
+from concurrent.futures import BrokenExecutor, Executor, Future
 from functools import partial
 from typing import Any
 
@@ -266,12 +266,12 @@ class Engine:
     def _arrived(self, flight: _Flight, inner: Future[Answer]) -> None:
         """Complete the future of a chunk whose task is done. A done callback: what it raised would be lost."""
         future = flight.future
-        try:
-            kind, body = inner.result()
-        except CancelledError:
+        if inner.cancelled():
             self._land(flight)
             future.settle_cancelled()
             return
+        try:
+            kind, body = inner.result()
         except BaseException as error:  # whatever the pool says of a task that did not run to its end
             # Its slot is not given back: the worker may still be writing.
             self._land(flight, keep_slot=True)

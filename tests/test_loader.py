@@ -9,6 +9,7 @@ import signal
 import threading
 import warnings
 import weakref
+from concurrent.futures import CancelledError
 
 import numpy as np
 import psutil
@@ -450,7 +451,10 @@ def test_an_error_is_the_users_own_and_names_the_sample(num_workers):
         assert "in fail_at_five" in error.__notes__[0]
 
 
-@pytest.mark.parametrize("error", [IndexError(5), KeyError("name"), TimeoutError("disk"), OSError(5, "I/O", "file")])
+ERRORS = [IndexError(5), KeyError("name"), TimeoutError("disk"), CancelledError("mine"), OSError(5, "I/O", "file")]
+
+
+@pytest.mark.parametrize("error", ERRORS)
 def test_common_errors_arrive_as_they_are(error):
     with pytest.raises(type(error)) as caught:
         list(FifoLoader(Calls(8, fail_at_five, lambda: error), num_workers=1))
