@@ -49,6 +49,7 @@ Example, with this in tasks.py in the current directory:
   {PROGRAM} run tasks:make --batch-size 32 --num-workers 8 --shuffle"""
 
 Batches = Iterator[tuple[int | None, Any]]  # number in the plan, where that is known, and data
+Look = Callable[[int | None, Any], tuple[float, str, str]]  # from these: when it was loaded, its label and its mark
 
 
 class Example:
@@ -107,17 +108,8 @@ def load_torch(in_order: bool, workers: int, quiet: bool | None, **options: Any)
         yield (number if in_order else None), data
 
 
-def compare(
-    workers: int,
-    in_order: bool,
-    quiet: bool | None,
-    look: Callable[[int | None, Any], tuple[float, str, str]],
-    **options: Any,
-) -> list[Record]:
-    """Load with both loaders; return torch's record, then ours.
-
-    ``look`` takes a batch's number and its data, and returns when it was loaded, its label and its mark.
-    """
+def compare(workers: int, in_order: bool, quiet: bool | None, look: Look, **options: Any) -> list[Record]:
+    """Load with both loaders; return torch's record, then ours."""
     torch_name = "torch DataLoader" if in_order else "torch in_order=False"
     loaders: dict[str, Callable[..., Batches]] = {"FifoLoader": load_fifo, torch_name: partial(load_torch, in_order)}
     # A batch of no samples starts and imports what loading needs. Where there is a __getitems__, which may not bear
@@ -195,7 +187,7 @@ def show_example(in_order: bool) -> None:
         "Look at the fast ones: in order, they wait for slow ones, and a worker idles.",
         {"the last fast batch": lambda record: max(a.seconds for a in record.arrivals if a.mark == "●")},
     )
-    show("\nTry also: --out-of-order (torch's in_order=False), run --help (your own dataset).")
+    show("\nNext: --out-of-order (torch's in_order=False), or run --help (your dataset).")
 
 
 def show_run(args: argparse.Namespace) -> None:
@@ -205,14 +197,14 @@ def show_run(args: argparse.Namespace) -> None:
     if args.shuffle:
         order = torch.randperm(length, generator=torch.Generator().manual_seed(0)).tolist()
     size = min(args.batch_size, length)
-    batches = [list(order[first : first + size]) for first in range(0, length, size)][: args.batches]
+    batches = [list(order[first : first + size]) for first in range(0, length, size)[: args.batches]]
     workers = min(args.num_workers, len(batches))
 
     def look(number: int | None, _: object) -> tuple[float, str, str]:
         return math.inf, "" if number is None else f"{number:,}", "●"
 
-    name = type(args.dataset).__name__
-    show(f"{name}: {length:,} samples. Loading {len(batches):,} batches of {size:,}, {workers:,} workers ...\n")
+    sizes = f"{length:,} samples, batch size {size:,}, batches {len(batches):,}, workers {workers:,}"
+    show(f"{type(args.dataset).__name__}: {sizes}. Loading ...\n")
     options = {"dataset": args.dataset, "batch_sampler": batches, "collate_fn": args.collate_fn}
     show_records(
         compare(workers, not args.out_of_order, None, look, **options),
@@ -225,7 +217,7 @@ def describe(error: BaseException) -> str:
     """Return an error as one line, and what fifobatch notes of it, such as the sample, as another."""
     lines = str(error).splitlines()
     lines = lines if len(lines) < 3 else [lines[0], "...", lines[-1]]  # torch's texts hold a traceback
-    notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ())]
+    notes = [note.partition("\n")[0] for note in getattr(error, "__notes__", ())]
     text = " ".join(" ".join(lines).split())
     return "\n".join([f"{type(error).__name__}: {text}".removesuffix(": "), *notes])
 
@@ -279,10 +271,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = Parser(PROGRAM, description=ABOUT, **options)
     parser.add_argument("--version", action="version", version=f"fifobatch {__version__}")
-    commands = parser.add_subparsers(title="command", dest="command", metavar="run")
+    commands = parser.add_subparsers(title="command", dest="command", metavar="COMMAND")
     run = commands.add_parser("run", help="load your own dataset; see run --help", description=ABOUT_RUN, **options)
     add = run.add_argument
-    add("dataset", type=find_dataset, metavar="MODULE:FACTORY", help="a function that makes the dataset, or itself")
+    add("dataset", type=find_dataset, metavar="MODULE:FACTORY", help="your dataset, or a function that makes it")
     add("--batch-size", type=count, default=1, metavar="N", help="samples a batch (default: 1)")
     add("--num-workers", type=count, default=cpu_count(), metavar="N", help="worker processes (default: %(default)s)")
     add("--shuffle", action="store_true", help="load in random order, the same for both loaders")

@@ -133,7 +133,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             if not flat.is_contiguous():  # a slice, or expanded: ship what it shows, not what it is cut from
                 tensor = flat = tensor.contiguous()
         if tensor.numel() == 0:
-            return torch.empty_strided, (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            return _empty, (tensor.dtype, tuple(tensor.shape), tensor.stride())
         block = (ctypes.c_char * tensor.nbytes).from_address(flat.data_ptr())
         block._tensor = tensor  # type: ignore[attr-defined]  # the block does not own its memory
         return _tensor, (pickle.PickleBuffer(block), tensor.dtype, tuple(tensor.shape), tensor.stride())
@@ -141,6 +141,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).as_strided(shape, stride)
+
+
+def _empty(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype)
 
 
 def _class_by_id(class_id: str, name: str) -> type:

@@ -295,6 +295,9 @@ class _Servers:
         with _Pipe() as report, _Pipe() as alive, _listener() as (listener, door):
             fds = (listener.fileno(), alive.reader, report.writer)
             code = (
+                # Ctrl-C is the parent's to handle, also while torch is imported here; `serve` does it again for all
+                # servers.
+                "import signal; signal.signal(signal.SIGINT, lambda *_: None); "
                 f"import sys; sys.path[:] = {_install_path()!r}; "
                 f"from fifobatch.server import serve; serve(*{fds}, {modules!r})"
             )
