@@ -13,9 +13,7 @@ Three parties in the parent process, beside the worker processes:
 the `Engine`, which the supervisor's thread keeps alive, must not refer to it.
 """
 
-import itertools
 import os
-import pickle
 import queue
 import threading
 import time
@@ -30,43 +28,19 @@ import cloudpickle
 
 from fifobatch import server
 from fifobatch.completion import BatchFuture
-from fifobatch.errors import ClosedError, PlanError, WorkerDiedError
-from fifobatch.pickling import Pickled, dumps, find_culprit, loads, rebuild, report, sent_classes
+from fifobatch.errors import ClosedError, WorkerDiedError
+from fifobatch.pickling import Pickled, dumps, loads, rebuild, report
 from fifobatch.plan import Batch, Chunk
 from fifobatch.pool import WorkerPool, at_exit
+from fifobatch.shipping import Shipment, cannot_send, pickle_indices
 from fifobatch.transport import BOARD_BYTES, Arena, Board, Parcel
-from fifobatch.worker import Answer, Context, Payload, Task, brief, initialize, load, load_elsewhere, plans_here
+from fifobatch.worker import Answer, Context, Payload, Task, brief, initialize, load, load_elsewhere
 
-__all__ = ["CANCEL", "EXIT", "FINISH", "GIVE_UP", "Engine", "Run", "Shipment"]
+__all__ = ["CANCEL", "EXIT", "FINISH", "GIVE_UP", "Engine", "Run"]
 
 # How long an abandoned worker may finish its sample (and the file that the user's code may be writing) before it is
 # killed. torch's DataLoader gives its workers as long (MP_STATUS_CHECK_INTERVAL).
 GRACE_SECONDS = 5.0
-
-_tokens = itertools.count(1)
-
-
-class Shipment:
-    """Something that workers need, published once: a plan's payload, or a context.
-
-    It stays published as long as somebody refers to it.
-    """
-
-    def __init__(self, content: Payload | Context, arena: Arena | None = None, pickled: Pickled | None = None) -> None:
-        self.token = next(_tokens)
-        self.content = content
-        self.parcel = Parcel(0, 0)
-        self._classes: list[type] = []
-        if arena is not None and pickled is not None:
-            slot = arena.take()
-            self.parcel = arena.pack(pickled, slot)
-            self._classes = sent_classes()  # what comes back names them by id
-            done: Callable[[], object] = partial(arena.give_back, slot, release_memory=True)
-        else:
-            if isinstance(content, Payload):
-                plans_here[self.token] = content
-            done = partial(plans_here.pop, self.token, None)
-        weakref.finalize(self, done).atexit = False
 
 
 class Run:
@@ -179,7 +153,7 @@ class Engine:
         try:
             shipment = self.publish(payload)
         except Exception as error:  # whatever the user's own pickling raises
-            raise _cannot_send(payload, error) from error
+            raise cannot_send(payload, error) from error
         context = self.publish(Context.now())
         with self._lock:
             flag = self._flags.pop() if flagged and self._flags else 0
@@ -194,7 +168,7 @@ class Engine:
         """
         future = BatchFuture(chunk)
         try:
-            indices = _pickle_indices(chunk.indices) if self.arena is not None else None
+            indices = pickle_indices(chunk.indices) if self.arena is not None else None
         except Exception as error:  # whatever pickling the user's indices raises
             error.add_note(f"In fifobatch, pickling the indices of chunk {chunk.number}: {brief(chunk.indices)}.")
             raise
@@ -391,7 +365,7 @@ class Engine:
             flight.future.inner = self._start(flight, None, cloudpickle.dumps(flight.run.payload.content))
         except Exception as error:  # the user's pickling, or an executor that takes no more: this chunk's error
             self._land(flight)
-            self._fail(flight.future, _cannot_send(flight.run.payload.content, error))
+            self._fail(flight.future, cannot_send(flight.run.payload.content, error))
         else:
             flight.future.inner.add_done_callback(partial(self._arrived, flight))
 
@@ -399,29 +373,6 @@ class Engine:
         """Kill the workers now; from any thread."""
         if self.pool is not None:
             self.pool.kill(ClosedError("its worker was killed at the executor's end"))
-
-
-def _pickle_indices(indices: Any) -> Pickled:
-    if type(indices) is list and all(type(index) is int for index in indices):
-        return Pickled(pickle.dumps(indices, 5), [])  # cloudpickle takes ten times longer to find nothing to do
-    return dumps(indices)
-
-
-def _cannot_send(payload: Any, error: Exception) -> PlanError:
-    """Say which part of a plan cannot be pickled, and what to do."""
-    path, culprit = "plan", payload
-    for name in ("dataset", "collate_fn", "worker_init_fn"):
-        part = getattr(payload, name)
-        try:
-            dumps(part)
-        except Exception:  # whatever the user's own pickling raises: the question is only which part it is
-            path, culprit = find_culprit(part, name)
-            break
-    return PlanError(
-        f"cannot send {type(payload.dataset).__name__} to the worker processes: {path} is a "
-        f"{type(culprit).__module__}.{type(culprit).__qualname__} ({error}). Open or create it where it is used, in "
-        "__getitem__ or worker_init_fn; or leave it out in __getstate__; or load in this process with num_workers=0"
-    )
 
 
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()

@@ -6,36 +6,32 @@ torch checks the arguments and builds the samplers; what is replaced is the iter
 2. take the executor: the one passed in, the loader's own (``persistent_workers``), or one for this iterator only;
 3. let `BatchExecutor.iterate` fill the window, and wrap what comes: pinned memory, progress bar.
 
-Without workers, or where this process may not have children, `_InProcess` loads in this process instead.
+Without workers, or where this process may not have children, `InProcess` loads in this process instead.
 """
 
-import dataclasses
 import functools
-import itertools
 import multiprocessing
-import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
-from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 
 from fifobatch import server
 from fifobatch.completion import BatchFuture, Completions
-from fifobatch.errors import ClosedError, PlanError, SampleError
+from fifobatch.epoch import InProcess, LoaderIterator
+from fifobatch.errors import PlanError
 from fifobatch.executor import BatchExecutor
 from fifobatch.plan import Batch, BatchPlan, refuse_iterable
 from fifobatch.pool import cpu_count
 from fifobatch.progress import Progress, check_options
 from fifobatch.window import Window, check_count
-from fifobatch.worker import Located, Payload, fetch, seeds
 
-__all__ = ["FifoLoader", "InProcess", "LoaderIterator"]
+__all__ = ["FifoLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -294,134 +290,6 @@ class FifoLoader(DataLoader[T_co]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._start_afresh()
-
-
-class LoaderIterator(Iterator[Any]):
-    """One epoch of a `FifoLoader`: pins memory and moves the progress bar, around what does the work.
-
-    Args:
-        batches: What does the work.
-        select: What to yield of a batch.
-        length: Batches that the loader expects; None if unknown.
-        progress: The bar to move.
-        executor: Who does it, if not this process.
-        ends_executor: Whether its workers end with this iterator.
-        pins: Whether to pin memory.
-    """
-
-    def __init__(
-        self,
-        batches: "Completions | InProcess",
-        select: Callable[[Batch[Any]], Any],
-        length: int | None,
-        progress: Progress | None,
-        executor: BatchExecutor | None,
-        ends_executor: bool,
-        pins: bool,
-    ) -> None:
-        self._batches = batches
-        self._select = select
-        self._length = length
-        self._progress = progress
-        self._executor = executor  # also a persistent one, whose loader may be gone
-        self._ends_executor = ends_executor
-        self._pins = pins
-
-    def __next__(self) -> Any:
-        """Return the next batch to complete.
-
-        Raises:
-            ChunkTimeoutError: None completed within the loader's ``timeout``; the iterator can be used on.
-            ClosedError: The iterator was closed.
-            Exception: What the user's code raised for this batch, with a note that names the sample; the other batches
-                still come.
-            StopIteration: Every batch was yielded.
-        """
-        try:
-            batch = next(self._batches)
-            if self._pins:
-                batch = dataclasses.replace(batch, data=_pin(batch.data))
-            if self._progress is not None:
-                self._progress.update(self._batches.under_way, self._batches.seconds_waited)
-            return self._select(batch)
-        except StopIteration:
-            self._end()
-            raise
-        except BaseException:
-            if self._progress is not None:
-                self._progress.close()
-            raise
-        finally:
-            del self  # an error's traceback holds this frame, and would keep the iterator and its workers
-
-    def __len__(self) -> int:
-        """Return how many batches the loader expects.
-
-        Raises:
-            TypeError: The sampler has no length.
-        """
-        if self._length is None:
-            raise TypeError("the loader's sampler has no length")
-        return self._length
-
-    def _end(self) -> None:
-        if self._progress is not None:
-            self._progress.close()
-        if self._executor is not None and self._ends_executor:
-            self._executor.close()
-
-    def close(self) -> None:
-        """Give up what is under way. Idempotent."""
-        self._batches.close()
-        self._end()
-
-
-class InProcess(Iterator[Batch[Any]]):
-    """Load each chunk when it is asked for, in this process, with the contents that workers would give.
-
-    ``random``, NumPy and torch are left as they were found.
-    """
-
-    under_way = 0
-
-    def __init__(self, plan: BatchPlan) -> None:
-        chunks = iter(plan)
-        # Begin now: what the sampler draws belongs to the moment of iter().
-        self._chunks = itertools.chain(list(itertools.islice(chunks, 1)), chunks)
-        self._payload = Payload(plan.dataset, plan.collate_fn, plan.collates, None, 0)
-        self._closed = False
-        self.seconds_waited = 0.0
-
-    def __next__(self) -> Batch[Any]:
-        """Load the next chunk.
-
-        Raises:
-            ClosedError: The iterator was closed.
-            Exception: What the user's code raised, with a note that names the sample.
-        """
-        if self._closed:
-            raise ClosedError("this iterator was closed; start a new one with iter(loader)")
-        start = time.perf_counter()
-        chunk = next(self._chunks)
-        try:
-            with seeds(chunk.seed):
-                return Batch(chunk.number, chunk.indices, fetch(self._payload, chunk.indices, chunk.number))
-        except Located as wrapped:
-            error, where = wrapped.error, f"In fifobatch, {wrapped}."
-        finally:
-            self.seconds_waited += time.perf_counter() - start
-        if isinstance(error, (StopIteration, StopAsyncIteration)):  # would end the loop without a word
-            raise SampleError(f"{type(error).__name__}: {error}\n{where}") from error
-        error.add_note(where)
-        raise error
-
-    def close(self) -> None:
-        """Load no more. Idempotent."""
-        self._closed = True
-
-
-def _pin(data: Any) -> Any:
-    return torch_pin_memory(data)  # type: ignore[no-untyped-call]
 
 
 def _whole(batch: Batch[Any]) -> Batch[Any]:

@@ -1,0 +1,67 @@
+"""What workers need, shipped once: the dataset with its functions, and the surroundings.
+
+Runs in the parent, in the thread that publishes a plan.
+"""
+
+import itertools
+import pickle
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from fifobatch.errors import PlanError
+from fifobatch.pickling import Pickled, dumps, find_culprit, sent_classes
+from fifobatch.transport import Arena, Parcel
+from fifobatch.worker import Context, Payload, plans_here
+
+__all__ = ["Shipment", "cannot_send", "pickle_indices"]
+
+_tokens = itertools.count(1)
+
+
+class Shipment:
+    """Something that workers need, published once: a plan's payload, or a context.
+
+    It stays published as long as somebody refers to it.
+    """
+
+    def __init__(self, content: Payload | Context, arena: Arena | None = None, pickled: Pickled | None = None) -> None:
+        self.token = next(_tokens)
+        self.content = content
+        self.parcel = Parcel(0, 0)
+        self._classes: list[type] = []
+        if arena is not None and pickled is not None:
+            slot = arena.take()
+            self.parcel = arena.pack(pickled, slot)
+            self._classes = sent_classes()  # what comes back names them by id
+            done: Callable[[], object] = partial(arena.give_back, slot, release_memory=True)
+        else:
+            if isinstance(content, Payload):
+                plans_here[self.token] = content
+            done = partial(plans_here.pop, self.token, None)
+        weakref.finalize(self, done).atexit = False
+
+
+def pickle_indices(indices: Any) -> Pickled:
+    """Pickle a chunk's indices, whatever they are."""
+    if type(indices) is list and all(type(index) is int for index in indices):
+        return Pickled(pickle.dumps(indices, 5), [])  # cloudpickle takes ten times longer to find nothing to do
+    return dumps(indices)
+
+
+def cannot_send(payload: Any, error: Exception) -> PlanError:
+    """Say which part of a plan cannot be pickled, and what to do."""
+    path, culprit = "plan", payload
+    for name in ("dataset", "collate_fn", "worker_init_fn"):
+        part = getattr(payload, name)
+        try:
+            dumps(part)
+        except Exception:  # whatever the user's own pickling raises: the question is only which part it is
+            path, culprit = find_culprit(part, name)
+            break
+    return PlanError(
+        f"cannot send {type(payload.dataset).__name__} to the worker processes: {path} is a "
+        f"{type(culprit).__module__}.{type(culprit).__qualname__} ({error}). Open or create it where it is used, in "
+        "__getitem__ or worker_init_fn; or leave it out in __getstate__; or load in this process with num_workers=0"
+    )
