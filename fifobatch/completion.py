@@ -22,7 +22,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, NoReturn, Protocol
 
 from fifobatch.errors import ChunkTimeoutError, ClosedError
 from fifobatch.plan import Batch, Chunk
@@ -76,6 +77,7 @@ class Completions(Iterator[Any]):
         loading: Who loads it; None if there are no chunks.
         window: How much may be under way, and in which order it comes.
         select: What to yield of a batch.
+        executor: Kept alive as long as the iterator: when nobody refers to it, it ends.
         timeout: Seconds to wait for the next batch; None for ever.
     """
 
@@ -85,8 +87,10 @@ class Completions(Iterator[Any]):
         loading: Loading | None,
         window: Window[BatchFuture],
         select: Callable[[Batch[Any]], Any],
+        executor: object,
         timeout: float | None = None,
     ) -> None:
+        self._executor = executor
         self._chunks: Iterator[Chunk] | None = chunks if loading is not None else None
         self._loading = loading
         self._window = window
@@ -144,13 +148,19 @@ class Completions(Iterator[Any]):
         while not self._window.ready:
             if not self._window.under_way:
                 self._end()
-                error, self._plan_error = self._plan_error, None
-                raise StopIteration if error is None else error
+                self._raise_end()
             self._receive()
             self._check_open()
         _, future = self._window.deliver()
         self._refill()
         return future
+
+    def _raise_end(self) -> NoReturn:
+        error, self._plan_error = self._plan_error, None
+        try:
+            raise StopIteration if error is None else error
+        finally:
+            del self, error  # the traceback holds this frame
 
     def _receive(self) -> None:
         """Take one completed future from the queue, waiting for it."""
@@ -175,7 +185,8 @@ class Completions(Iterator[Any]):
             except StopIteration:
                 self._chunks = None
             except Exception as error:  # the user's sampler, or a pool that takes no more: first deliver what is here
-                self._chunks, self._plan_error = None, error
+                # Without its first frame, this one, which would keep the iterator alive.
+                self._chunks, self._plan_error = None, error.with_traceback(_outside(error))
             else:
                 self._window.submit()
                 future.add_done_callback(self._completed.put)  # type: ignore[arg-type]
@@ -193,3 +204,7 @@ class Completions(Iterator[Any]):
             self._chunks = None
             self._end()
             self._completed.put(None)
+
+
+def _outside(error: Exception) -> TracebackType | None:
+    return error.__traceback__ and error.__traceback__.tb_next

@@ -29,6 +29,7 @@ import cloudpickle
 from fifobatch import server
 from fifobatch.completion import BatchFuture
 from fifobatch.errors import ClosedError, WorkerDiedError
+from fifobatch.packages import installed_modules
 from fifobatch.pickling import Pickled, dumps, loads, rebuild, report
 from fifobatch.plan import Batch, Chunk
 from fifobatch.pool import WorkerPool, at_exit
@@ -137,7 +138,7 @@ class Engine:
                     "the dataset holds tensors in shared memory (share_memory_()); the workers get copies of them",
                     stacklevel=2,
                 )
-            self.pool.expect_modules(server.installed_modules(pickled.modules))
+            self.pool.expect_modules(installed_modules(pickled.modules))
             shipment = Shipment(content, self.arena, pickled)
         with self._lock:
             self._shipments[shipment.token] = shipment
@@ -148,8 +149,10 @@ class Engine:
         """Publish a plan as it is now.
 
         Raises:
+            ClosedError: The executor was shut down.
             PlanError: It cannot be pickled.
         """
+        self._check_open()
         try:
             shipment = self.publish(payload)
         except Exception as error:  # whatever the user's own pickling raises
@@ -158,6 +161,10 @@ class Engine:
         with self._lock:
             flag = self._flags.pop() if flagged and self._flags else 0
         return Run(self, shipment, context, base_seed, flag)
+
+    def _check_open(self) -> None:
+        if self._closed or self.pid != os.getpid():
+            raise ClosedError("cannot load after shutdown (or in a child of os.fork); make a new executor or loader")
 
     def submit(self, run: Run, chunk: Chunk) -> BatchFuture:
         """Start loading one chunk.
@@ -173,10 +180,7 @@ class Engine:
             error.add_note(f"In fifobatch, pickling the indices of chunk {chunk.number}: {brief(chunk.indices)}.")
             raise
         with self._lock:
-            if self._closed or self.pid != os.getpid():
-                raise ClosedError(
-                    "cannot load after shutdown (or in a child of os.fork); make a new executor or loader"
-                )
+            self._check_open()
             if self._broken is not None:
                 raise WorkerDiedError(f"{self._broken} Earlier chunks were reported; make a new executor to go on")
             self._start_supervisor()

@@ -155,7 +155,7 @@ class BatchExecutor:
             payload = self._payload(plan, num_workers, worker_init_fn)
             run = self._engine.start_run(payload, plan.seed, flagged=True)
             self._latest[plan if owner is None else owner] = run
-        return Completions(itertools.chain(first, chunks), run, window, select, timeout)
+        return Completions(itertools.chain(first, chunks), run, window, select, self, timeout)
 
     def _payload(
         self,

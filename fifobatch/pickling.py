@@ -7,6 +7,7 @@ cloudpickle carries what ``__main__`` and notebook cells define. Buffers (NumPy 
 band, so that `transport` can move them without another copy.
 """
 
+import contextlib
 import ctypes
 import io
 import pickle
@@ -86,18 +87,20 @@ def sent_classes() -> list[type]:
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     def __init__(self, file: io.BytesIO, classes_by_id: Collection[str]) -> None:
-        super().__init__(file, protocol=5, buffer_callback=self._take_buffer)
-        self.blocks: list[memoryview] = []
+        blocks: list[memoryview] = []
+
+        def take(buffer: pickle.PickleBuffer) -> bool:
+            # Not a method: a cycle through self would keep what was pickled alive until the collector comes.
+            block = buffer.raw()
+            if block.nbytes > IN_BAND_BYTES:
+                blocks.append(block)
+            return block.nbytes <= IN_BAND_BYTES
+
+        super().__init__(file, protocol=5, buffer_callback=take)
+        self.blocks = blocks
         self.modules: set[str] = set()
         self.shares_memory = False
         self._classes_by_id = classes_by_id
-
-    def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        block = buffer.raw()
-        if block.nbytes <= IN_BAND_BYTES:
-            return True
-        self.blocks.append(block)
-        return False
 
     def reducer_override(self, obj: Any) -> Any:
         """Take plain tensors out of band, and note what unpickling will import (called by pickle's C code)."""
@@ -114,19 +117,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             self.modules.add(obj.__module__ or "builtins")
         elif isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr):
             # cloudpickle would read the whole file into the pickle.
-            raise TypeError(f"cannot pickle the open file {obj.name!r}")
+            raise TypeError(f"cannot pickle the open file {getattr(obj, 'name', 'without a name')!r}")
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        self.shares_memory = self.shares_memory or tensor.is_shared()  # type: ignore[no-untyped-call]
         plain = (
             tensor.layout is torch.strided
             and tensor.device.type == "cpu"
-            and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+            and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
             and not tensor.__dict__
         )
         if not plain:
             return NotImplemented  # torch's own pickling
+        if tensor.requires_grad:
+            return _requiring_grad, (tensor.detach(),)
+        self.shares_memory = self.shares_memory or tensor.is_shared()  # type: ignore[no-untyped-call]
         flat = tensor
         if not tensor.is_contiguous():
             flat = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
@@ -141,6 +146,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).as_strided(shape, stride)
+
+
+def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.requires_grad_()
 
 
 def _empty(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
@@ -192,13 +201,17 @@ def report(error: BaseException, where: str) -> Report:
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
-    # An exception that pickles need not unpickle (an __init__ with other arguments), so try; then without __init__.
-    cls, state = type(error), dict(error.__dict__)
-    for form in (error, (cls, error.args, state), (cls, error.args, {})):
+    cls = type(error)
+    parts = (cls, error.args, dict(error.__dict__))
+    forms: list[object] = [error, parts, (cls, error.args, {})]
+    if isinstance(cls.__init__, types.FunctionType) and cls.__reduce__ is BaseException.__reduce__:
+        # Unpickling would call the user's __init__ with the args that it made itself: another text, or a TypeError.
+        forms = forms[1:]
+    for form in forms:
         try:
             pickled = dumps(form, classes_by_id=True)
             data = pickle.dumps((pickled.data, [bytes(block) for block in pickled.buffers]))
-            if type(_load_error(data)) is cls:
+            if type(_load_error(data)) is cls:  # what pickles need not unpickle, so try
                 return data
         except Exception:  # the user's __reduce__ or __init__, at the process boundary: try the next form
             continue
@@ -211,6 +224,8 @@ def _load_error(data: bytes) -> Any:
     if isinstance(loaded, tuple):
         cls, args, state = loaded
         loaded = cls.__new__(cls, *args)
+        built_in = next(base for base in cls.__mro__ if not isinstance(base.__init__, types.FunctionType))
+        built_in.__init__(loaded, *args)
         loaded.__dict__.update(state)
     return loaded
 
@@ -270,8 +285,9 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(obj, (list, tuple)):
         yield from ((f"[{position}]", value) for position, value in enumerate(obj))
     elif isinstance(obj, types.FunctionType):
-        names = obj.__code__.co_freevars
-        yield from ((f"<closure {name}>", cell.cell_contents) for name, cell in zip(names, obj.__closure__ or ()))
+        for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or ()):
+            with contextlib.suppress(ValueError):  # a variable without a value yet
+                yield f"<closure {name}>", cell.cell_contents
         globals_ = obj.__globals__
         yield from ((f"<global {name}>", globals_[name]) for name in obj.__code__.co_names if name in globals_)
     elif isinstance(obj, types.MethodType):

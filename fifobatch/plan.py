@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from fifobatch.errors import PlanError
 
@@ -55,7 +55,7 @@ def chunk_seed(seed: int, epoch: int, number: int) -> int:
 
     Source: BLAKE2b (RFC 7693); unlike ``numpy.random.SeedSequence`` it needs no NumPy and takes 1 us.
     """
-    words = struct.pack("<QqQ", seed % 2**64, epoch, number)
+    words = struct.pack("<Qqq", seed % 2**64, epoch, number)
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
 
@@ -103,7 +103,7 @@ class BatchPlan(Iterable[Chunk]):
         epoch: int = 0,
     ) -> None:
         refuse_iterable(dataset)
-        self._generator = torch.Generator() if shuffle else None
+        self._shuffles = (batch_size, drop_last) if shuffle else None
         # torch checks the arguments and builds the samplers; nothing else of this loader is used.
         torch_loader: DataLoader[Any] = DataLoader(
             dataset,
@@ -113,7 +113,6 @@ class BatchPlan(Iterable[Chunk]):
             batch_sampler=batch_sampler,
             drop_last=drop_last,
             collate_fn=collate_fn,
-            generator=self._generator,
         )
         self._fill(torch_loader, seed, epoch)
 
@@ -121,7 +120,7 @@ class BatchPlan(Iterable[Chunk]):
     def of_loader(cls, loader: DataLoader[Any], seed: int, epoch: int) -> "BatchPlan":
         """Return the plan of one epoch of ``loader``, over the samplers that torch built for it."""
         plan = cls.__new__(cls)
-        plan._generator = None
+        plan._shuffles = None  # torch's own sampler does
         plan._fill(loader, seed, epoch)
         return plan
 
@@ -135,13 +134,20 @@ class BatchPlan(Iterable[Chunk]):
 
     def __iter__(self) -> Iterator[Chunk]:
         """Yield the chunks, one at a time, as the sampler yields their indices."""
-        if self._generator is not None:
-            # torch takes seeds up to 2**64 - 1; chunk numbers start at 0, so -1 % 2**64 is free for the shuffle.
-            self._generator.manual_seed(chunk_seed(self.seed, self.epoch, 2**64 - 1))
+        index_sampler = self.index_sampler
+        if self._shuffles is not None:
+            index_sampler = self._shuffled(*self._shuffles)
         return (
             Chunk(number, indices, chunk_seed(self.seed, self.epoch, number))
-            for number, indices in enumerate(self.index_sampler)
+            for number, indices in enumerate(index_sampler)
         )
+
+    def _shuffled(self, batch_size: int | None, drop_last: bool) -> Iterable[Any]:
+        # A sampler an iteration, so that two at once do not draw from one generator. Chunk numbers start at 0; the
+        # number before that is free for the shuffle.
+        generator = torch.Generator().manual_seed(chunk_seed(self.seed, self.epoch, -1))
+        sampler = RandomSampler(self.dataset, generator=generator)  # type: ignore[arg-type]  # as torch's loader
+        return sampler if batch_size is None else BatchSampler(sampler, batch_size, drop_last)
 
     def __len__(self) -> int:
         """Return the number of chunks, as the sampler states it.

@@ -20,33 +20,30 @@ has the working directory first on its path, dies of a preloaded module that rai
 its first start, and raises ``ChildProcessError`` after ``os.fork()``. Its address is not either: the socket's
 file is unlinked as soon as the parent holds it open, so nobody else can reach it and nothing is left on disk.
 
-`serve` runs in the servers, in their only thread; all else in the parent, under `_Servers`' lock.
+All this runs in the parent, under `_Servers`' lock; what runs in the servers is in `serve`.
 """
 
 import functools
-import gc
-import importlib
 import io
-import json
 import os
 import queue
 import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from multiprocessing import forkserver, process, reduction, resource_tracker, util
 from multiprocessing.context import set_spawning_popen
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from fifobatch.errors import FifobatchError
+from fifobatch.packages import install_path
+from fifobatch.serve import read_report, serve
 
-__all__ = ["ServedPopen", "after_fork_in_child", "available", "installed_modules", "servers"]
+__all__ = ["ServedPopen", "after_fork_in_child", "available", "servers"]
 
 LINGER_SECONDS = 2.0  # long enough for one loader after another, short enough not to be found after the work
 
@@ -252,7 +249,7 @@ class _Servers:
         Args:
             fds: Descriptors that the process inherits.
             data: Preparation data and process object, pickled one after the other.
-            modules: Names of installed modules; see `installed_modules`.
+            modules: Names of installed modules; see `packages`.
 
         Raises:
             FifobatchError: No server can be started.
@@ -298,8 +295,8 @@ class _Servers:
                 # Ctrl-C is the parent's to handle, also while torch is imported here; `serve` does it again for all
                 # servers.
                 "import signal; signal.signal(signal.SIGINT, lambda *_: None); "
-                f"import sys; sys.path[:] = {_install_path()!r}; "
-                f"from fifobatch.server import serve; serve(*{fds}, {modules!r})"
+                f"import sys; sys.path[:] = {install_path()!r}; "
+                f"from fifobatch.serve import serve; serve(*{fds}, {modules!r})"
             )
             flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
             self._popen = subprocess.Popen(
@@ -312,7 +309,7 @@ class _Servers:
             popen = self._popen
             report.close_writer()
             try:
-                loaded, _, _ = _read_report(report.detach_reader())
+                loaded, _, _ = read_report(report.detach_reader())
             except BaseException:  # an interrupt, while torch is imported
                 popen.kill()
                 popen.wait()
@@ -338,7 +335,7 @@ class _Servers:
             _, data = _pickle_process(popen, _GrownServer(missing))
             popen._follow(server.fork(fds, data))
             report.close_writer()
-            loaded, importing, spoiled = _read_report(report.detach_reader())
+            loaded, importing, spoiled = read_report(report.detach_reader())
 
             def kill() -> None:
                 try:
@@ -392,96 +389,3 @@ class _listener:
     def __exit__(self, *exc_info: object) -> None:
         self._socket.close()
         os.close(self._door)
-
-
-def _read_report(fd: int) -> tuple[list[str] | None, str, str]:
-    """Read what a starting server says of itself.
-
-    Returns:
-        Its modules, or None if it died; the module that it imported last; what that one did to it.
-    """
-    loaded, importing, spoiled = None, "", ""
-    with open(fd) as lines:
-        for line in lines:
-            kind, value = json.loads(line)
-            if kind == "importing":
-                importing = value
-            elif kind == "spoiled":
-                spoiled = value
-            else:
-                loaded = value
-    return loaded, importing, spoiled
-
-
-def _install_path() -> list[str]:
-    """Return where torch, loky and fifobatch come from, and nothing of the user's own before them.
-
-    A ``torch.py`` beside the user's script must not be what the server imports.
-    """
-    roots = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    path = [entry for entry in sys.path if any(entry.startswith(root) for root in roots) or _is_site(Path(entry))]
-    for name in ("torch", "loky", "cloudpickle", "tqdm", "fifobatch"):
-        home = str(Path(sys.modules[name].__file__ or "").parents[1])
-        if home not in path:
-            path.append(home)
-    return path
-
-
-def _is_site(path: Path) -> bool:
-    return not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
-
-
-def installed_modules(names: Iterable[str]) -> frozenset[str]:
-    """Return those of the modules that are installed packages: not the user's own files, nor the standard library's."""
-    found = set()
-    for name in names:
-        spec = getattr(sys.modules.get(name), "__spec__", None)
-        if spec is not None and spec.origin is not None and _is_site(Path(spec.origin)):
-            found.add(name)
-    return frozenset(found)
-
-
-# -- in the server ----------------------------------------------------------------------------------------------------
-
-
-def serve(listener_fd: int, alive_fd: int, report_fd: int, modules: list[str]) -> None:
-    """Import ``modules``, say how it went, then fork a process for each request until ``alive_fd`` closes.
-
-    Runs in the server process and never returns.
-    """
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _leave_to_parent)
-    with open(report_fd, "w") as lines:
-
-        def say(kind: str, value: object) -> None:
-            print(json.dumps([kind, value]), file=lines, flush=True)
-
-        for name in modules:
-            say("importing", name)
-            try:
-                importlib.import_module(name)
-            except BaseException:  # SystemExit too: whatever the module raises, the worker will meet and report it
-                continue
-            if harm := _harm():
-                say("spoiled", harm)
-                break
-        say("loaded", list(sys.modules))
-    # The children share these objects' pages as long as their collector leaves them alone.
-    gc.collect()
-    gc.freeze()
-    try:
-        forkserver.main(listener_fd, alive_fd, [])
-    finally:
-        os._exit(0)  # finalizing torch takes its time, and nothing here is worth it
-
-
-def _harm() -> str:
-    if len(os.listdir("/proc/self/task")) > 1:
-        return "starts a thread, which a forked process would lack"
-    if sys.modules["torch"].cuda.is_initialized():
-        return "initialises CUDA, which a forked process cannot use"
-    return ""
-
-
-def _leave_to_parent(signum: int, frame: object) -> None:
-    pass

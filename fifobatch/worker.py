@@ -33,6 +33,7 @@ from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.collate import default_collate
 
 from fifobatch.pickling import Report, dumps, loads_sent, report
+from fifobatch.serve import leave_to_parent
 from fifobatch.transport import Arena, Board, Parcel
 
 __all__ = ["Answer", "Context", "Located", "Payload", "Task", "fetch", "initialize", "load", "load_elsewhere", "seeds"]
@@ -170,18 +171,12 @@ def initialize(arena_fd: int, tracker_fd: int) -> None:
     """
     global _worker
     _loky_tracker._fd = tracker_fd
-    # Ctrl-C and a SIGTERM to the whole group are the parent's to handle. A handler rather than SIG_IGN, which programs
-    # that a dataset starts would inherit.
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _leave_to_parent)
+        signal.signal(signum, leave_to_parent)
     torch.set_num_threads(1)
     number: int = current_process().number  # type: ignore[attr-defined]  # see pool.WorkerProcess
     _worker = _Worker(number, Arena(arena_fd))
     threading.Thread(target=_leave_with_parent, name="fifobatch-parent-watch", daemon=True).start()
-
-
-def _leave_to_parent(signum: int, frame: object) -> None:
-    pass
 
 
 def _leave_with_parent() -> None:
