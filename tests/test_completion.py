@@ -601,7 +601,7 @@ def test_what_was_running_when_the_iterator_closed_is_discarded_when_it_complete
 def test_close_from_another_thread_wakes_a_waiting_next():
     busy = Busy()  # nothing completes, not even by being cancelled
     executor = BatchExecutor(executor=busy)
-    batches = executor.as_completed(BatchPlan(range(3)), window=2)
+    batches = executor.iterate(BatchPlan(range(3)), Window(2), whole, timeout=PATIENCE)
     waiting = threading.Event()
 
     class Telling:
@@ -698,7 +698,7 @@ def test_shutting_the_executor_down_does_not_shut_down_what_was_passed_in(execut
 
 
 def test_an_iterator_in_a_forked_child_is_closed(executor, monkeypatch):
-    batches = executor.as_completed(BatchPlan(range(3)), window=2)
+    batches = executor.iterate(BatchPlan(range(3)), Window(2), whole, timeout=PATIENCE)
     with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: -1)
         with pytest.raises(ClosedError, match="parent process"):

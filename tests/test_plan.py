@@ -191,7 +191,7 @@ def test_shuffle_differs_for_every_seed_and_every_epoch():
 def test_shuffle_is_not_what_any_chunk_would_draw():
     for chunk in BatchPlan(range(100), batch_size=10, shuffle=True, seed=7):
         drawn = torch.randperm(100, generator=torch.Generator().manual_seed(chunk.seed)).tolist()
-        assert drawn != sum(shuffled(seed=7), [])
+        assert drawn != list(itertools.chain(*shuffled(seed=7)))
 
 
 def test_shuffle_leaves_the_global_random_state_alone():
