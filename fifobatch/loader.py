@@ -197,15 +197,15 @@ class FifoLoader(DataLoader[T_co]):
             timeout=self.timeout or None,
             owner=self,
         )
+        if self._end_lease is None and executor.has_own_workers and batches.under_way:
+            # The fork server stays warm as long as this loader may want it again.
+            self._end_lease = finalizer = weakref.finalize(self, server.servers.lease())
+            finalizer.atexit = False
         return batches, executor
 
     def _executor(self) -> BatchExecutor:
         if self._shared is not None:
             return self._shared
-        if self._end_lease is None:
-            # The fork server stays warm as long as this loader may want it again.
-            self._end_lease = finalizer = weakref.finalize(self, server.servers.lease())
-            finalizer.atexit = False
         if not self.persistent_workers:
             return BatchExecutor(self.num_workers)
         if self._own is not None and (self._own.max_workers != self.num_workers or not self._own.usable):

@@ -9,6 +9,7 @@ band, so that `transport` can move them without another copy.
 
 import contextlib
 import ctypes
+import functools
 import io
 import pickle
 import sys
@@ -202,20 +203,35 @@ def report(error: BaseException, where: str) -> Report:
 
 def _pickle_error(error: BaseException) -> bytes | None:
     cls = type(error)
-    parts = (cls, error.args, dict(error.__dict__))
-    forms: list[object] = [error, parts, (cls, error.args, {})]
-    if isinstance(cls.__init__, types.FunctionType) and cls.__reduce__ is BaseException.__reduce__:
+    built_in = _built_in(cls)
+    _, args, *state = built_in.__reduce__(error)  # OSError's file name is no arg, ImportError's module no attribute
+    forms: list[object] = [error, (cls, args, state[0] if state else {}), (cls, args, {})]
+    if isinstance(cls.__init__, types.FunctionType) and cls.__reduce__ is built_in.__reduce__:
         # Unpickling would call the user's __init__ with the args that it made itself: another text, or a TypeError.
         forms = forms[1:]
     for form in forms:
         try:
             pickled = dumps(form, classes_by_id=True)
             data = pickle.dumps((pickled.data, [bytes(block) for block in pickled.buffers]))
-            if type(_load_error(data)) is cls:  # what pickles need not unpickle, so try
+            loaded = _load_error(data)
+            if type(loaded) is cls and _text(loaded) == _text(error):  # what pickles need not unpickle, so try
                 return data
         except Exception:  # the user's __reduce__ or __init__, at the process boundary: try the next form
             continue
     return None
+
+
+def _built_in(cls: Any) -> Any:
+    """Return the class of Python's own, or of an extension's, that an exception class is derived from."""
+    exceptions = (base for base in cls.__mro__ if issubclass(base, BaseException))
+    return next(e for e in exceptions if not any(isinstance(f, types.FunctionType) for f in (e.__init__, e.__reduce__)))
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as inner:  # the user's __str__: two errors that both fail so are alike
+        return repr(type(inner))
 
 
 def _load_error(data: bytes) -> Any:
@@ -224,9 +240,8 @@ def _load_error(data: bytes) -> Any:
     if isinstance(loaded, tuple):
         cls, args, state = loaded
         loaded = cls.__new__(cls, *args)
-        built_in = next(base for base in cls.__mro__ if not isinstance(base.__init__, types.FunctionType))
-        built_in.__init__(loaded, *args)
-        loaded.__dict__.update(state)
+        _built_in(cls).__init__(loaded, *args)
+        BaseException.__setstate__(loaded, state)
     return loaded
 
 
@@ -290,6 +305,10 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
                 yield f"<closure {name}>", cell.cell_contents
         globals_ = obj.__globals__
         yield from ((f"<global {name}>", globals_[name]) for name in obj.__code__.co_names if name in globals_)
+    elif isinstance(obj, functools.partial):
+        yield ".func", obj.func
+        yield from ((f".args[{position}]", value) for position, value in enumerate(obj.args))
+        yield from ((f".keywords[{key!r}]", value) for key, value in obj.keywords.items())
     elif isinstance(obj, types.MethodType):
         yield ".__self__", obj.__self__
     elif not isinstance(obj, type):

@@ -55,7 +55,7 @@ def chunk_seed(seed: int, epoch: int, number: int) -> int:
 
     Source: BLAKE2b (RFC 7693); unlike ``numpy.random.SeedSequence`` it needs no NumPy and takes 1 us.
     """
-    words = struct.pack("<Qqq", seed % 2**64, epoch, number)
+    words = struct.pack("<QQq", seed % 2**64, epoch % 2**64, number)
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
 
@@ -86,7 +86,7 @@ class BatchPlan(Iterable[Chunk]):
         epoch: Mixed into every chunk's seed, and into ``shuffle``.
 
     Raises:
-        PlanError: ``dataset`` is an ``IterableDataset``.
+        PlanError: ``dataset`` is an ``IterableDataset``, or ``seed`` or ``epoch`` is no int.
         ValueError: A combination of arguments that torch's ``DataLoader`` refuses, in its words.
     """
 
@@ -103,6 +103,9 @@ class BatchPlan(Iterable[Chunk]):
         epoch: int = 0,
     ) -> None:
         refuse_iterable(dataset)
+        for name, value in (("seed", seed), ("epoch", epoch)):
+            if not isinstance(value, int):
+                raise PlanError(f"{name}={value!r} is a {type(value).__name__}; give an int")
         self._shuffles = (batch_size, drop_last) if shuffle else None
         # torch checks the arguments and builds the samplers; nothing else of this loader is used.
         torch_loader: DataLoader[Any] = DataLoader(

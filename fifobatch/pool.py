@@ -17,12 +17,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from multiprocessing import reduction
+from multiprocessing import process, reduction
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import loky.process_executor
-from loky.backend import resource_tracker
 from loky.backend.context import LokyContext
 
 from fifobatch.server import ServedPopen, after_fork_in_child
@@ -58,7 +58,18 @@ class WorkerProcess(BaseProcess):
 
 
 class _Context(LokyContext):  # type: ignore[misc]  # loky has no types
-    """Where loky gets its processes and locks from."""
+    """Where loky gets its processes and locks from.
+
+    Its locks are the standard library's, whose resource tracker runs anyway. loky's own tracker would be one process
+    more, and a file named ``loky.py`` in the working directory would kill it.
+    """
+
+    Lock = BaseContext.Lock
+    RLock = BaseContext.RLock
+    Semaphore = BaseContext.Semaphore
+    BoundedSemaphore = BaseContext.BoundedSemaphore
+    Condition = BaseContext.Condition
+    Event = BaseContext.Event
 
     def __init__(self) -> None:
         self.modules: frozenset[str] = frozenset()
@@ -118,20 +129,28 @@ class WorkerPool:
     """
 
     def __init__(self, max_workers: int, initializer: Callable[..., None], fds: tuple[int, ...]) -> None:
+        self._max_workers = max_workers
+        self._initializer = initializer
+        self._fds = fds
         self._context = _Context()
-        tracker = resource_tracker._resource_tracker
-        tracker.ensure_running()
-        self._loky = _LokyPool(
-            max_workers,
-            context=self._context,
-            timeout=None,  # idle workers stay: their copy of the dataset is worth more than their memory
-            initializer=initializer,
-            initargs=tuple(_Inherited(fd) for fd in (*fds, tracker.getfd())),
-        )
+        self._loky: _LokyPool | None = None  # made at the first task: its locks start a resource tracker
+        self._lock = threading.Lock()
         self._pid = os.getpid()
         self._ended = False
         self._manager: threading.Thread | None = None
         _pools.add(self)
+
+    def _start(self) -> _LokyPool:
+        with self._lock:
+            if self._loky is None:
+                self._loky = _LokyPool(
+                    self._max_workers,
+                    context=self._context,
+                    timeout=None,  # idle workers stay: their copy of the dataset is worth more than their memory
+                    initializer=self._initializer,
+                    initargs=tuple(_Inherited(fd) for fd in self._fds),
+                )
+            return self._loky
 
     def expect_modules(self, modules: frozenset[str]) -> None:
         """Have the workers that are still to come forked from a server with these modules."""
@@ -145,15 +164,16 @@ class WorkerPool:
             FifobatchError: The fork server cannot be started.
             RuntimeError: The pool was shut down, or the interpreter is exiting.
         """
-        future: Future[Result] = self._loky.submit(fn, *args)
-        self._manager = self._loky._executor_manager_thread
+        pool = self._start()
+        future: Future[Result] = pool.submit(fn, *args)
+        self._manager = pool._executor_manager_thread
         _register_exit_hook()
         return future
 
     @property
     def usable(self) -> bool:
         """Whether no worker has died and nobody has killed them."""
-        return not self._ended and self._loky._flags.broken is None
+        return not self._ended and (self._loky is None or self._loky._flags.broken is None)
 
     def dead_workers(self) -> list[str]:
         """Say which workers ended, and how.
@@ -167,7 +187,7 @@ class WorkerPool:
 
     def shutdown(self) -> None:
         """Let the workers end when their tasks are done. It does not wait for that."""
-        if not self._ended and os.getpid() == self._pid:
+        if self._loky is not None and not self._ended and os.getpid() == self._pid:
             self._loky.shutdown(wait=False)
 
     def join(self, timeout: float | None) -> bool:
@@ -182,10 +202,10 @@ class WorkerPool:
 
     def kill(self, error: Exception) -> None:
         """Kill the workers now, and wait for them; unfinished futures get ``error``."""
-        if os.getpid() != self._pid:
-            return
         self._ended = True
         pool = self._loky
+        if pool is None or os.getpid() != self._pid:
+            return
         pool._flags.flag_as_broken(error)
         # 1. The manager thread may be waking up from a sentinel, to kill what it finds in this dict in its own way;
         # 2. an empty dict leaves it nothing. Its lock is None once loky was shut down.
@@ -251,11 +271,14 @@ def _run_exit_hooks() -> None:
 
 
 def _forget_pools() -> None:
-    # In a child of os.fork(): the pools are the parent's. Keep loky's objects alive, as their finalizers take locks
-    # that may be held for ever here, and keep loky's exit hook from waking up the parent's threads.
+    # In a child of os.fork() the pools are the parent's. Keep loky's objects alive, as their finalizers take locks that
+    # may be held for ever here. Keep loky's and multiprocessing's exit hooks from waking and joining what is not ours.
     for pool in list(_pools):
         _inherited_pools.append(pool._loky)
-        loky.process_executor._threads_wakeups.pop(pool._manager, None)
+        if pool._manager is not None:
+            loky.process_executor._threads_wakeups.pop(pool._manager, None)
+        for worker in pool._context.workers.values():
+            process._children.discard(worker)  # type: ignore[attr-defined]
     _pools.clear()
 
 

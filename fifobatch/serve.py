@@ -31,7 +31,7 @@ def serve(listener_fd: int, alive_fd: int, report_fd: int, modules: list[str]) -
             try:
                 importlib.import_module(name)
             except BaseException:  # SystemExit too: whatever the module raises, the worker will meet and report it
-                continue
+                pass
             if harm := _harm():
                 say("spoiled", harm)
                 break

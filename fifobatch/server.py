@@ -23,6 +23,7 @@ file is unlinked as soon as the parent holds it open, so nobody else can reach i
 All this runs in the parent, under `_Servers`' lock; what runs in the servers is in `serve`.
 """
 
+import contextlib
 import functools
 import io
 import os
@@ -379,11 +380,16 @@ class _listener:
     """A listening socket, and a descriptor of its file by which it can be reached after the file is unlinked."""
 
     def __enter__(self) -> tuple[socket.socket, int]:
-        self._socket = socket.socket(socket.AF_UNIX)
-        with TemporaryDirectory(prefix="fifobatch-") as folder:
-            self._socket.bind(f"{folder}/door")
-            self._door = os.open(f"{folder}/door", os.O_PATH)
-        self._socket.listen()
+        with contextlib.ExitStack() as undo, TemporaryDirectory(prefix="fifobatch-") as path:
+            self._socket = undo.enter_context(socket.socket(socket.AF_UNIX))
+            folder = os.open(path, os.O_PATH)
+            undo.callback(os.close, folder)
+            door = f"/proc/self/fd/{folder}/door"  # the folder's own name may be too long for a socket
+            self._socket.bind(door)
+            self._door = os.open(door, os.O_PATH)
+            self._socket.listen()
+            undo.pop_all()
+            os.close(folder)
         return self._socket, self._door
 
     def __exit__(self, *exc_info: object) -> None:

@@ -81,6 +81,8 @@ class Window(Generic[Item]):
     def deliver(self) -> tuple[int, Item]:
         """Take the next batch to deliver: the first completed of those that ``max_skew`` lets go.
 
+        Those that it held back follow in plan order, as soon as they may go.
+
         Raises:
             IndexError: Nothing is `ready`.
         """

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data
-from loky.backend.resource_tracker import _resource_tracker as _loky_tracker
 from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.collate import default_collate
 
@@ -162,15 +161,13 @@ class _Worker:
 _worker: _Worker | None = None
 
 
-def initialize(arena_fd: int, tracker_fd: int) -> None:
+def initialize(arena_fd: int) -> None:
     """Make this process a worker: the pool's initializer.
 
     Args:
         arena_fd: The arena's descriptor, inherited.
-        tracker_fd: loky's resource tracker, inherited: pools nested in this worker use the parent's.
     """
     global _worker
-    _loky_tracker._fd = tracker_fd
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, leave_to_parent)
     torch.set_num_threads(1)

@@ -708,6 +708,52 @@ class MakesItsText(Exception):
         self.code = code
 
 
+class OwnOSError(OSError):
+    def __init__(self, code: int) -> None:
+        super().__init__(f"HTTP error {code}")
+        self.code = code
+
+
+class OwnFileError(OSError):
+    def __init__(self, path: str) -> None:
+        super().__init__(2, "missing", path)
+        self.path = path
+
+
+class OwnImportError(ImportError):
+    def __init__(self, what: str) -> None:
+        super().__init__(f"no {what}", name=what, path="there")
+
+
+class Hint:
+    def hint(self) -> str:
+        return "look there"
+
+
+class WithMixin(Hint, ValueError):
+    def __init__(self, text: str, line: int) -> None:
+        super().__init__(f"{text} in line {line}")
+
+
+class KeepsArguments:
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.first = args[0]
+
+
+class WithInitMixin(KeepsArguments, ValueError):
+    pass
+
+
+@dataclasses.dataclass
+class AsDataclass(Exception):
+    code: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.text}"
+
+
 class OverridesStr(Exception):
     def __init__(self, code: int) -> None:
         self.code = code
@@ -780,6 +826,12 @@ ERRORS = [
     NeedsArguments("a.jpg", 3),
     NeedsKeywords(error="dns"),
     MakesItsText(404),
+    OwnOSError(404),
+    OwnFileError("cat.jpg"),
+    OwnImportError("codec"),
+    WithMixin("bad", 3),
+    WithInitMixin("bad"),
+    AsDataclass(5, "bad"),
     OverridesStr(5),
     HoldsALock("locked"),
     CannotBePickled("boom"),
@@ -811,6 +863,14 @@ def test_what_an_error_knows_arrives_with_it():
     missing = cross(FileNotFoundError(2, "No such file or directory", "cat.jpg"))
     assert (missing.errno, missing.strerror, missing.filename) == (2, "No such file or directory", "cat.jpg")
     assert cross(OSError(28, "No space left on device")).errno == 28
+    assert cross(OwnOSError(404)).code == 404
+    own = cross(OwnFileError("cat.jpg"))
+    assert (own.errno, own.filename, own.path) == (2, "cat.jpg", "cat.jpg")
+    unknown = cross(OwnImportError("codec"))
+    assert (unknown.name, unknown.path) == ("codec", "there")
+    assert cross(WithMixin("bad", 3)).hint() == "look there"
+    assert cross(WithInitMixin("bad")).first == "bad"
+    assert cross(AsDataclass(5, "bad")).code == 5
 
 
 def test_tensors_that_an_error_holds_arrive_with_it():
