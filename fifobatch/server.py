@@ -126,7 +126,8 @@ class _Server:
         """Fork a process that inherits ``fds`` and runs the process object pickled in ``data``.
 
         Raises:
-            OSError, EOFError: The server is dead.
+            ConnectionError, EOFError: The server is dead.
+            OSError: There are too many files open.
         """
         with _Pipe() as status, _Pipe() as lifeline:
             with socket.socket(socket.AF_UNIX) as client:
@@ -201,9 +202,9 @@ class _Servers:
 
     def _forget(self) -> None:
         # In a child of os.fork() the lock may be held by a thread that is not there, and the servers are the parent's.
-        chain, popen = self._chain, self._popen
+        chain, popen, exit_hook = self._chain, self._popen, self._exit_hook
         self._reset()
-        self._exit_hook = True  # inherited
+        self._exit_hook = exit_hook
         for server in chain:
             server.drop()
         if popen is not None:
@@ -259,10 +260,11 @@ class _Servers:
             for attempt in (1, 2):
                 try:
                     return self._server_with(modules).fork(fds, data)
-                except (OSError, EOFError) as error:
+                except (ConnectionError, EOFError) as error:
+                    # It was killed: start afresh, once. Any other error leaves it be, as others' workers need it.
                     if attempt == 2:
                         raise FifobatchError(f"the fork server does not answer ({error!r})") from error
-                    self._stop()  # it was killed: start afresh, once
+                    self._stop()
         raise AssertionError
 
     def _server_with(self, modules: Collection[str]) -> _Server:
@@ -293,8 +295,7 @@ class _Servers:
         with _Pipe() as report, _Pipe() as alive, _listener() as (listener, door):
             fds = (listener.fileno(), alive.reader, report.writer)
             code = (
-                # Ctrl-C is the parent's to handle, also while torch is imported here; `serve` does it again for all
-                # servers.
+                # Ctrl-C is the parent's to handle, also while torch is imported there.
                 "import signal; signal.signal(signal.SIGINT, lambda *_: None); "
                 f"import sys; sys.path[:] = {install_path()!r}; "
                 f"from fifobatch.serve import serve; serve(*{fds}, {modules!r})"
