@@ -295,6 +295,8 @@ class Engine:
             future.set_exception(error)
 
     def _explain(self, chunk: Chunk, error: BaseException) -> Exception:
+        if self.pool is not None and self.pool.killed is not None:
+            error = self.pool.killed  # loky would say that its workers have died
         if isinstance(error, ClosedError):
             return ClosedError(f"chunk {chunk.number} was not loaded: {error}")
         if not isinstance(error, BrokenExecutor):

@@ -45,6 +45,7 @@ class WorkerProcess(BaseProcess):
     """
 
     _start_method = None  # leaves the worker's default as it is
+    _popen: ServedPopen | None
 
     def __init__(self, number: int, modules: frozenset[str], **kwargs: Any) -> None:
         kwargs.pop("env", None)  # loky's: here the environment comes with the plan
@@ -136,7 +137,7 @@ class WorkerPool:
         self._loky: _LokyPool | None = None  # made at the first task: its locks start a resource tracker
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._ended = False
+        self.killed: Exception | None = None  # with which error, if it was
         self._manager: threading.Thread | None = None
         _pools.add(self)
 
@@ -173,7 +174,7 @@ class WorkerPool:
     @property
     def usable(self) -> bool:
         """Whether no worker has died and nobody has killed them."""
-        return not self._ended and (self._loky is None or self._loky._flags.broken is None)
+        return self.killed is None and (self._loky is None or self._loky._flags.broken is None)
 
     def dead_workers(self) -> list[str]:
         """Say which workers ended, and how.
@@ -187,7 +188,7 @@ class WorkerPool:
 
     def shutdown(self) -> None:
         """Let the workers end when their tasks are done. It does not wait for that."""
-        if self._loky is not None and not self._ended and os.getpid() == self._pid:
+        if self._loky is not None and self.killed is None and os.getpid() == self._pid:
             self._loky.shutdown(wait=False)
 
     def join(self, timeout: float | None) -> bool:
@@ -202,7 +203,7 @@ class WorkerPool:
 
     def kill(self, error: Exception) -> None:
         """Kill the workers now, and wait for them; unfinished futures get ``error``."""
-        self._ended = True
+        self.killed = error
         pool = self._loky
         if pool is None or os.getpid() != self._pid:
             return
@@ -279,6 +280,8 @@ def _forget_pools() -> None:
             loky.process_executor._threads_wakeups.pop(pool._manager, None)
         for worker in pool._context.workers.values():
             process._children.discard(worker)  # type: ignore[attr-defined]
+            if worker._popen is not None and worker._popen.finalizer.still_active():  # None while it is being started
+                os.close(worker._popen.lifeline)  # it is to see when the parent ends, not when this child does
     _pools.clear()
 
 

@@ -21,6 +21,8 @@ def serve(listener_fd: int, alive_fd: int, report_fd: int, modules: list[str]) -
     """
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, leave_to_parent)
+    if sys.stderr is None:  # the parent has closed it; loky's workers want it for faulthandler
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     with open(report_fd, "w") as lines:
 
         def say(kind: str, value: object) -> None:

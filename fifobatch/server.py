@@ -87,7 +87,7 @@ class ServedPopen(Popen):
         self._follow(servers.fork(fds, data, process_obj.modules))
 
     def _follow(self, forked: Forked) -> None:
-        self.pid, self.sentinel = forked.pid, forked.sentinel
+        self.pid, self.sentinel, self.lifeline = forked
         fds = (forked.lifeline, forked.sentinel)
         self.finalizer = util.Finalize(self, util.close_fds, fds)  # type: ignore[attr-defined]  # missing in typeshed
 
