@@ -179,17 +179,21 @@ class Completions(Iterator[Any]):
 
     def _refill(self) -> None:
         while self._chunks is not None and self._loading is not None and not self._window.full:
+            chunk = None
             try:
-                chunk = next(self._chunks)
+                chunk = next(self._chunks, None)
+                if chunk is None:
+                    self._chunks = None
+                    return
                 future = self._loading.submit(chunk)
-            except StopIteration:
-                self._chunks = None
             except Exception as error:  # the user's sampler, or a pool that takes no more: first deliver what is here
+                if chunk is not None:
+                    error.add_note(f"From chunk {chunk.number} on, nothing of this plan is loaded.")
                 # Without its first frame, this one, which would keep the iterator alive.
                 self._chunks, self._plan_error = None, error.with_traceback(_outside(error))
-            else:
-                self._window.submit()
-                future.add_done_callback(self._completed.put)  # type: ignore[arg-type]
+                return
+            self._window.submit()
+            future.add_done_callback(self._completed.put)  # type: ignore[arg-type]
 
     def _check_open(self) -> None:
         if self._closed:

@@ -11,6 +11,7 @@ Without workers, or where this process may not have children, `InProcess` loads 
 
 import functools
 import multiprocessing
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -106,6 +107,8 @@ class FifoLoader(DataLoader[T_co]):
             if value is not None and not callable(value):
                 raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a function or leave it out")
         check_options(progress)
+        if not timeout <= threading.TIMEOUT_MAX:
+            raise ValueError(f"timeout={timeout!r}: give seconds, or 0 to wait for ever")
         if timeout > 0 and num_workers == 0:
             raise ValueError(f"timeout={timeout} needs worker processes: loading in this process cannot time out")
         self.max_skew = max_skew

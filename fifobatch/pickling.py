@@ -61,6 +61,10 @@ def dumps(obj: object, *, classes_by_id: bool = False) -> Pickled:
     Raises:
         Exception: Whatever the object's own pickling raises; ``TypeError`` for an open file.
     """
+    main = sys.modules.get("__mp_main__")
+    if main is not None and main.__name__ == "__mp_main__":
+        # In a child that multiprocessing has spawned, this is the user's script: no worker can import it.
+        cloudpickle.register_pickle_by_value(main)
     file = io.BytesIO()
     pickler = _Pickler(file, _received if classes_by_id else ())
     pickler.dump(obj)

@@ -6,7 +6,7 @@ read one chunk at a time, and a sequential plan over 10**9 samples costs nothing
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -141,7 +141,7 @@ class BatchPlan(Iterable[Chunk]):
         if self._shuffles is not None:
             index_sampler = self._shuffled(*self._shuffles)
         return (
-            Chunk(number, indices, chunk_seed(self.seed, self.epoch, number))
+            Chunk(number, _kept(indices) if self.collates else indices, chunk_seed(self.seed, self.epoch, number))
             for number, indices in enumerate(index_sampler)
         )
 
@@ -159,6 +159,15 @@ class BatchPlan(Iterable[Chunk]):
             TypeError: The sampler has no length.
         """
         return len(self.index_sampler)  # type: ignore[arg-type]  # TypeError where it has none, as torch's loader
+
+
+def _kept(indices: Any) -> Any:
+    """Return a batch's indices as they are now: a sampler may use one list again and again, or yield an iterator."""
+    if isinstance(indices, torch.Tensor):
+        return indices.clone()
+    if isinstance(indices, (list, Set, Iterator)):
+        return list(indices)
+    return indices
 
 
 def refuse_iterable(dataset: object) -> None:

@@ -53,6 +53,15 @@ class WorkerProcess(BaseProcess):
         self.number = number
         self.modules = modules
 
+    def start(self) -> None:
+        """Start it, unknown to multiprocessing.
+
+        At a process's end multiprocessing joins its children before anything of ours runs; in its own child processes,
+        even before an error is printed: one that holds an iterator would never be seen.
+        """
+        super().start()
+        process._children.discard(self)  # type: ignore[attr-defined]
+
     @staticmethod
     def _Popen(process_obj: "WorkerProcess") -> ServedPopen:
         return ServedPopen(process_obj)
@@ -279,7 +288,6 @@ def _forget_pools() -> None:
         if pool._manager is not None:
             loky.process_executor._threads_wakeups.pop(pool._manager, None)
         for worker in pool._context.workers.values():
-            process._children.discard(worker)  # type: ignore[attr-defined]
             if worker._popen is not None and worker._popen.finalizer.still_active():  # None while it is being started
                 os.close(worker._popen.lifeline)  # it is to see when the parent ends, not when this child does
     _pools.clear()

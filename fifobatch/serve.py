@@ -26,7 +26,10 @@ def serve(listener_fd: int, alive_fd: int, report_fd: int, modules: list[str]) -
     with open(report_fd, "w") as lines:
 
         def say(kind: str, value: object) -> None:
-            print(json.dumps([kind, value]), file=lines, flush=True)
+            try:
+                print(json.dumps([kind, value]), file=lines, flush=True)
+            except BrokenPipeError:  # the parent is gone
+                os._exit(0)
 
         for name in modules:
             say("importing", name)

@@ -297,6 +297,8 @@ class _Servers:
             code = (
                 # Ctrl-C is the parent's to handle, also while torch is imported there.
                 "import signal; signal.signal(signal.SIGINT, lambda *_: None); "
+                # The parent has seen this one when it imported torch itself.
+                "import warnings; warnings.filterwarnings('ignore', 'Failed to initialize NumPy'); "
                 f"import sys; sys.path[:] = {install_path()!r}; "
                 f"from fifobatch.serve import serve; serve(*{fds}, {modules!r})"
             )

@@ -60,8 +60,9 @@ def cannot_send(payload: Any, error: Exception) -> PlanError:
         except Exception:  # whatever the user's own pickling raises: the question is only which part it is
             path, culprit = find_culprit(part, name)
             break
+    kind = type(culprit)
     return PlanError(
-        f"cannot send {type(payload.dataset).__name__} to the worker processes: {path} is a "
-        f"{type(culprit).__module__}.{type(culprit).__qualname__} ({error}). Open or create it where it is used, in "
-        "__getitem__ or worker_init_fn; or leave it out in __getstate__; or load in this process with num_workers=0"
+        f"cannot send {type(payload.dataset).__name__} to the worker processes: {path} is a {kind.__module__}."
+        f"{kind.__qualname__} ({type(error).__name__}: {error}). Open or create it where it is used, in __getitem__ or "
+        "worker_init_fn; or leave it out in __getstate__; or load in this process with num_workers=0"
     )

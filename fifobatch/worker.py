@@ -139,14 +139,24 @@ class _Worker:
             context.apply()
             self.context = task.context_token
         token = task.payload_token
-        known = token in self.payloads
-        payload: Payload = self.payloads[token] if known else loads_sent(*self.arena.unpack(task.payload))
+        payload = self.payloads.get(token)
+        if payload is None:
+            payload = self.payloads[token] = self._install(task)
         self._introduce(payload, task)
-        if not known:
-            if payload.worker_init_fn is not None:
-                seed_all(task.base_seed + self.number)  # as torch seeds a worker, for recipes that read initial_seed()
+        return payload
+
+    def _install(self, task: Task) -> Payload:
+        try:
+            payload: Payload = loads_sent(*self.arena.unpack(task.payload))
+        except BaseException as error:  # whatever the user's __setstate__ raises gets its place and goes on
+            raise Located("unpickling the dataset", error) from None
+        if payload.worker_init_fn is not None:
+            self._introduce(payload, task)
+            seed_all(task.base_seed + self.number)  # as torch seeds a worker, for recipes that read initial_seed()
+            try:
                 payload.worker_init_fn(self.number)
-            self.payloads[token] = payload
+            except BaseException as error:  # likewise
+                raise Located(f"worker_init_fn({self.number})", error) from None
         return payload
 
     def _introduce(self, payload: Payload, task: Task) -> None:
@@ -192,7 +202,6 @@ def load(data: bytes) -> Answer:
     try:
         if worker.board[task.run]:
             return "abandoned", None
-        where = "unpickling the dataset, or in worker_init_fn"
         plan = worker.plan(task)
         indices = loads_sent(*worker.arena.unpack(task.indices))
         seed_all(task.seed)
@@ -264,7 +273,7 @@ def fetch(plan: Payload, indices: Any, number: int, abandoned: Callable[[], bool
         Located: From whatever the user's code raises.
     """
     dataset = plan.dataset
-    doing = ""
+    doing = f"reading the indices {brief(indices)} of chunk {number}"
     try:
         if not plan.collates:
             doing = f"loading dataset[{brief(indices)}], chunk {number}"

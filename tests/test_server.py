@@ -486,3 +486,40 @@ if __name__ == "__main__":
         print(len(samples), {sample[1] for sample in samples} == {os.getpid()})
 """
     assert run_script(source) == (0, "6 True\n6 True\n", "")
+
+
+CHILD = """
+import multiprocessing, sys
+from fifobatch import FifoLoader
+
+class Squares:
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return 1 // (index - self.bad) and index**2 if index == self.bad else index**2
+
+def main(bad):
+    dataset = Squares()
+    dataset.bad = bad
+    loader = FifoLoader(dataset, batch_size=4, num_workers=1)
+    print(sorted(value for batch in loader for value in batch.tolist()), flush=True)
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn"):
+        for bad in (-1, 5):
+            child = multiprocessing.get_context(method).Process(target=main, args=(bad,))
+            child.start()
+            child.join(60)
+            print(method, bad, child.exitcode, flush=True)
+            child.kill()
+"""
+
+
+@pytest.mark.slow
+def test_in_a_child_of_multiprocessing_the_scripts_classes_load_and_an_error_is_seen(run_script: RunScript) -> None:
+    returncode, stdout, stderr = run_script(CHILD)
+    squares = str([index**2 for index in range(8)])
+    expected = [line for method in ("fork", "spawn") for line in (squares, f"{method} -1 0", f"{method} 5 1")]
+    assert stdout.splitlines() == expected
+    assert returncode == 0
+    assert stderr.count("ZeroDivisionError: integer division or modulo by zero\nIn fifobatch worker") == 2
