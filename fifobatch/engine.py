@@ -4,7 +4,8 @@ Three parties in the parent process, beside the worker processes:
 
 - The *consumer's thread* publishes a plan (pickles the dataset once) and submits chunks.
 - The *pool's thread* (loky's manager) calls `Engine._arrived` when a task is done: unpack, give the slot back, complete
-  our future. It never calls the user's code beyond unpickling, as loky's own futures would.
+  our future. It never calls the user's code beyond unpickling, as loky's own futures would. By way of the supervisor
+  each batch would cost one thread switch more.
 - The *supervisor*, one thread an executor, does what neither may: it cancels what was abandoned, sends payloads again,
   ends the pool, and kills workers that do not end by themselves. It sleeps on its inbox, with a timeout only while a
   deadline runs. Finalizers, which may run in any thread and inside any lock, only put messages into that inbox.
