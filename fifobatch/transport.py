@@ -127,9 +127,9 @@ class Arena:
         if not parcel.blocks:
             return len(blocks) == 1 and parcel.inline == pickled.data
         sizes = [block.nbytes for block in blocks]
-        if len(sizes) != parcel.blocks or sizes != self._sizes(parcel):
-            return False
-        return all(_same(self.fd, block, offset) for block, offset in zip(blocks, _offsets(parcel.slot, sizes)))
+        return sizes == self._sizes(parcel) and all(
+            _same(self.fd, block, offset) for block, offset in zip(blocks, _offsets(parcel.slot, sizes))
+        )
 
     def _sizes(self, parcel: Parcel) -> list[int]:
         table = os.pread(self.fd, 8 * parcel.blocks, parcel.slot * SLOT_STRIDE)
