@@ -34,8 +34,7 @@ class LoaderIterator(Iterator[Any]):
         select: What to yield of a batch.
         length: Batches that the loader expects; None if unknown.
         progress: The bar to move.
-        executor: Who does it, if not this process.
-        ends_executor: Whether its workers end with this iterator.
+        executor: Whose workers end with this iterator, if any do.
         pins: Whether to pin memory.
     """
 
@@ -46,15 +45,13 @@ class LoaderIterator(Iterator[Any]):
         length: int | None,
         progress: Progress | None,
         executor: BatchExecutor | None,
-        ends_executor: bool,
         pins: bool,
     ) -> None:
         self._batches = batches
         self._select = select
         self._length = length
         self._progress = progress
-        self._executor = executor  # also a persistent one, whose loader may be gone
-        self._ends_executor = ends_executor
+        self._executor = executor
         self._pins = pins
 
     def __next__(self) -> Any:
@@ -97,7 +94,7 @@ class LoaderIterator(Iterator[Any]):
     def _end(self) -> None:
         if self._progress is not None:
             self._progress.close()
-        if self._executor is not None and self._ends_executor:
+        if self._executor is not None:
             self._executor.close()
 
     def close(self) -> None:

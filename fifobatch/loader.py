@@ -101,8 +101,7 @@ class FifoLoader(DataLoader[T_co]):
         shared = None if executor is None else _shared_executor(executor, num_workers, worker_init_fn)
         if num_workers is None:
             num_workers = cpu_count() if shared is None else shared.max_workers
-        elif num_workers != -1:  # torch refuses negative ones
-            num_workers = check_count("num_workers", num_workers, 0)
+        num_workers = check_count("num_workers", num_workers, 0)
         for name, value in (("collate_fn", collate_fn), ("worker_init_fn", worker_init_fn)):
             if value is not None and not callable(value):
                 raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a function or leave it out")
@@ -182,8 +181,8 @@ class FifoLoader(DataLoader[T_co]):
             if progress is not None:
                 progress.close()
             raise
-        ends = executor not in (None, self._shared, self._own)
-        iterator = LoaderIterator(batches, select, self._length(), progress, executor, ends, self._pins())
+        ends = None if executor in (self._shared, self._own) else executor
+        iterator = LoaderIterator(batches, select, self._length(), progress, ends, self._pins())
         self._iterators.add(iterator)
         return iterator
 
