@@ -27,6 +27,7 @@ from typing import Any, NoReturn, Protocol
 
 from fifobatch.errors import ChunkTimeoutError, ClosedError
 from fifobatch.plan import Batch, Chunk
+from fifobatch.trace import Record, Trace
 from fifobatch.window import Window
 
 __all__ = ["BatchFuture", "Completions"]
@@ -37,11 +38,13 @@ class BatchFuture(Future[Batch[Any]]):
 
     Attributes:
         chunk: What it loads.
+        record: When it was submitted, loaded, delivered.
     """
 
     def __init__(self, chunk: Chunk) -> None:
         super().__init__()
         self.chunk = chunk
+        self.record = Record(chunk.number)
         self.inner: Future[Any] | None = None  # the pool's
 
     def cancel(self) -> bool:
@@ -77,6 +80,7 @@ class Completions(Iterator[Any]):
         loading: Who loads it; None if there are no chunks.
         window: How much may be under way, and in which order it comes.
         select: What to yield of a batch.
+        trace: Where to note what happens; it has begun.
         executor: Kept alive as long as the iterator: when nobody refers to it, it ends.
         timeout: Seconds to wait for the next batch; None for ever.
     """
@@ -87,6 +91,7 @@ class Completions(Iterator[Any]):
         loading: Loading | None,
         window: Window[BatchFuture],
         select: Callable[[Batch[Any]], Any],
+        trace: Trace,
         executor: object,
         timeout: float | None = None,
     ) -> None:
@@ -95,24 +100,23 @@ class Completions(Iterator[Any]):
         self._loading = loading
         self._window = window
         self._select = select
+        self.trace = trace
         self._timeout = timeout
         self._completed: queue.SimpleQueue[BatchFuture | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._plan_error: Exception | None = None
         self._closed = False
-        self.seconds_waited = 0.0
-        self._end: Callable[[], object] = lambda: None
+        self._end: Callable[[], object] = trace.end
         if loading is not None:
             self._end = finalizer = weakref.finalize(self, loading.end)
             finalizer.atexit = False
-        start = time.perf_counter()
         try:
             self._refill()
         except BaseException:
             self._end()
             raise
-        self.seconds_waited += time.perf_counter() - start  # starting workers is waiting, too
+        trace.started()
 
     @property
     def under_way(self) -> int:
@@ -129,19 +133,26 @@ class Completions(Iterator[Any]):
             StopIteration: Every batch of the plan was yielded.
         """
         with self._lock:
+            requested = time.perf_counter()
             try:
                 future = self._next_future()
             except (Exception, StopIteration):
+                self.trace.wait(requested)
                 raise
             except BaseException:  # an interrupt: what is under way has lost its consumer
                 self.close()
                 raise
+        error: BaseException | None = None
         try:
             if future.cancelled():  # not caught: user code may raise CancelledError, too
                 raise ClosedError(f"chunk {future.chunk.number} was cancelled: the executor was shut down")
             return self._select(future.result())
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
-            del self, future  # an error's traceback holds this frame
+            self.trace.deliver(future.record, requested, error)
+            del self, future, error  # an error's traceback holds this frame
 
     def _next_future(self) -> BatchFuture:
         self._check_open()
@@ -164,7 +175,6 @@ class Completions(Iterator[Any]):
 
     def _receive(self) -> None:
         """Take one completed future from the queue, waiting for it."""
-        start = time.perf_counter()
         try:
             future = self._completed.get(timeout=self._timeout)
         except queue.Empty:
@@ -172,8 +182,6 @@ class Completions(Iterator[Any]):
                 f"no batch arrived within timeout={self._timeout:g} seconds; {self._window.under_way} are under way. "
                 "Raise timeout, or find out what the samples wait for"
             ) from None
-        finally:
-            self.seconds_waited += time.perf_counter() - start
         if future is not None:  # None: close() woke us up
             self._window.complete(future.chunk.number, future)
 

@@ -18,10 +18,9 @@ import os
 import queue
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, Executor, Future
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
 from functools import partial
 from typing import Any
 
@@ -30,11 +29,11 @@ import cloudpickle
 from fifobatch import server
 from fifobatch.completion import BatchFuture
 from fifobatch.errors import ClosedError, WorkerDiedError
-from fifobatch.packages import installed_modules
-from fifobatch.pickling import Pickled, dumps, loads, rebuild, report
+from fifobatch.pickling import Pickled, loads, rebuild, report
 from fifobatch.plan import Batch, Chunk
 from fifobatch.pool import WorkerPool, at_exit
-from fifobatch.shipping import Shipment, cannot_send, pickle_indices
+from fifobatch.shipping import Shipment, Shipments, cannot_send, pickle_indices
+from fifobatch.trace import Trace
 from fifobatch.transport import BOARD_BYTES, Arena, Board, Parcel
 from fifobatch.worker import Answer, Context, Payload, Task, brief, initialize, load, load_elsewhere
 
@@ -54,14 +53,18 @@ class Run:
         context: The shipment of the surroundings.
         base_seed: The epoch's base seed.
         flag: Its place on the board; 0 is never set, for chunks submitted one by one.
+        trace: Where to note what happens.
     """
 
-    def __init__(self, engine: "Engine", payload: Shipment, context: Shipment, base_seed: int, flag: int) -> None:
+    def __init__(
+        self, engine: "Engine", payload: Shipment, context: Shipment, base_seed: int, flag: int, trace: Trace
+    ) -> None:
         self._engine = engine
         self.payload = payload
         self.context = context
         self.base_seed = base_seed
         self.flag = flag
+        self.trace = trace
         self.over = False
 
     def submit(self, chunk: Chunk) -> BatchFuture:
@@ -72,6 +75,7 @@ class Run:
         """Give up what is still under way, if anything is. Takes no lock: finalizers call it."""
         if not self.over and self._engine.pid == os.getpid():
             self.over = True
+            self.trace.end()
             if self.flag:
                 self._engine.raise_flag(self.flag)
             self._engine.inbox.put(self)
@@ -98,12 +102,11 @@ class Engine:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.arena: Arena | None = None
         self.pool: WorkerPool | None = None
+        self.trace = Trace()
         self._elsewhere = executor
         self._lock = threading.Lock()
         self._flights: set[_Flight] = set()
         self._flags: list[int] = []
-        self._shipments: weakref.WeakValueDictionary[int, Shipment] = weakref.WeakValueDictionary()
-        self._alive: tuple[int, ...] = ()  # their tokens, as of the last one published
         self._closed = False
         self._broken: str | None = None
         self._supervisor: threading.Thread | None = None
@@ -113,6 +116,7 @@ class Engine:
             self._board = Board(self.arena)
             self._flags = list(range(1, BOARD_BYTES))
             self.pool = WorkerPool(max_workers, initialize, (self.arena.fd,))
+        self._shipments = Shipments(self.arena, None if self.pool is None else self.pool.expect_modules)
         _engines.add(self)
 
     @property
@@ -123,31 +127,13 @@ class Engine:
 
     # -- consumer's thread
 
-    def publish(self, content: Payload | Context) -> Shipment:
-        """Ship ``content``, unless the workers have just these bytes already."""
-        if self.arena is None or self.pool is None:
-            shipment = Shipment(content)
-        else:
-            pickled = dumps(content)
-            with self._lock:
-                published = list(self._shipments.values())
-            for shipment in published:
-                if type(shipment.content) is type(content) and self.arena.holds(shipment.parcel, pickled):
-                    return shipment
-            if pickled.shares_memory:
-                warnings.warn(
-                    "the dataset holds tensors in shared memory (share_memory_()); the workers get copies of them",
-                    stacklevel=2,
-                )
-            self.pool.expect_modules(installed_modules(pickled.modules))
-            shipment = Shipment(content, self.arena, pickled)
-        with self._lock:
-            self._shipments[shipment.token] = shipment
-            self._alive = tuple(self._shipments)
-        return shipment
-
-    def start_run(self, payload: Payload, base_seed: int, flagged: bool) -> Run:
+    def start_run(self, payload: Payload, base_seed: int, trace: Trace | None = None) -> Run:
         """Publish a plan as it is now.
+
+        Args:
+            payload: What the workers need of it.
+            base_seed: The epoch's base seed.
+            trace: The iteration's; None for chunks submitted one by one, which are delivered when they are done.
 
         Raises:
             ClosedError: The executor was shut down.
@@ -155,13 +141,13 @@ class Engine:
         """
         self._check_open()
         try:
-            shipment = self.publish(payload)
+            shipment = self._shipments.publish(payload)
         except Exception as error:  # whatever the user's own pickling raises
             raise cannot_send(payload, error) from error
-        context = self.publish(Context.now())
+        context = self._shipments.publish(Context.now())
         with self._lock:
-            flag = self._flags.pop() if flagged and self._flags else 0
-        return Run(self, shipment, context, base_seed, flag)
+            flag = self._flags.pop() if trace is not None and self._flags else 0
+        return Run(self, shipment, context, base_seed, flag, trace or self.trace)
 
     def _check_open(self) -> None:
         if self._closed or self.pid != os.getpid():
@@ -196,12 +182,13 @@ class Engine:
             if isinstance(error, BrokenExecutor):
                 raise self._explain(chunk, error) from error
             raise
+        run.trace.submit(future.record)
         future.inner.add_done_callback(partial(self._arrived, flight))
         return future
 
     def _start(self, flight: _Flight, indices: Pickled | None, payload: bytes | None = None) -> Future[Answer]:
         run, chunk = flight.run, flight.future.chunk
-        alive = self._alive
+        alive = self._shipments.alive
         if self.arena is None or self.pool is None or indices is None:
             assert self._elsewhere is not None
             body = (chunk.number, chunk.indices, chunk.seed)
@@ -247,29 +234,24 @@ class Engine:
         future = flight.future
         if inner.cancelled():
             self._land(flight)
-            future.settle_cancelled()
+            self._settle(flight, None)
             return
         try:
-            kind, body = inner.result()
+            kind, body, mark = inner.result()
         except BaseException as error:  # whatever the pool says of a task that did not run to its end
             # Its slot is not given back: the worker may still be writing.
             self._land(flight, keep_slot=True)
-            self._fail(future, self._explain(future.chunk, error))
+            self._settle(flight, self._explain(future.chunk, error))
             return
         if kind == "unknown":
             self.inbox.put(flight)
             return
-        result: Any = None
+        result: Batch[Any] | Exception | None = None
         if kind != "abandoned" and not flight.run.over:
+            flight.run.trace.arrive(future.record, *mark)
             result = self._open(future.chunk, kind, body)
         self._land(flight)
-        if result is None:
-            future.settle_cancelled()
-        elif isinstance(result, Batch):
-            if future.set_running_or_notify_cancel():
-                future.set_result(result)
-        else:
-            self._fail(future, result)
+        self._settle(flight, result)
 
     def _open(self, chunk: Chunk, kind: str, body: Any) -> Batch[Any] | Exception:
         try:
@@ -290,10 +272,19 @@ class Engine:
         if closed or flight.run.over:
             self.inbox.put(_LANDED)
 
-    @staticmethod
-    def _fail(future: BatchFuture, error: Exception) -> None:
-        if future.set_running_or_notify_cancel():
-            future.set_exception(error)
+    def _settle(self, flight: _Flight, result: Batch[Any] | Exception | None) -> None:
+        """Complete the future; None: its chunk is not loaded, as nobody wants it."""
+        future = flight.future
+        if flight.run.trace is self.trace:  # no iterator delivers it
+            error = None if isinstance(result, Batch) else result or CancelledError()
+            self.trace.deliver(future.record, None, error)
+        if result is None:
+            future.settle_cancelled()
+        elif future.set_running_or_notify_cancel():
+            if isinstance(result, Batch):
+                future.set_result(result)
+            else:
+                future.set_exception(result)
 
     def _explain(self, chunk: Chunk, error: BaseException) -> Exception:
         if self.pool is not None and self.pool.killed is not None:
@@ -372,7 +363,7 @@ class Engine:
             flight.future.inner = self._start(flight, None, cloudpickle.dumps(flight.run.payload.content))
         except Exception as error:  # the user's pickling, or an executor that takes no more: this chunk's error
             self._land(flight)
-            self._fail(flight.future, cannot_send(flight.run.payload.content, error))
+            self._settle(flight, cannot_send(flight.run.payload.content, error))
         else:
             flight.future.inner.add_done_callback(partial(self._arrived, flight))
 

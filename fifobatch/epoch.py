@@ -15,44 +15,40 @@ from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 from fifobatch.completion import Completions
 from fifobatch.errors import ClosedError, SampleError
 from fifobatch.executor import BatchExecutor
-from fifobatch.plan import Batch, BatchPlan
+from fifobatch.plan import Batch, BatchPlan, Chunk
 from fifobatch.progress import Progress
+from fifobatch.trace import Record, Span, Statistics, Trace
 from fifobatch.worker import Located, Payload, fetch, seeds
 
-__all__ = ["InProcess", "LoaderIterator"]
+__all__ = ["InProcess", "LoaderIterator", "pin"]
 
 
-def _pin(data: Any) -> Any:
-    return torch_pin_memory(data)  # type: ignore[no-untyped-call]
+def pin(batch: Batch[Any]) -> Batch[Any]:
+    """Return ``batch`` in pinned memory."""
+    return dataclasses.replace(batch, data=torch_pin_memory(batch.data))  # type: ignore[no-untyped-call]
 
 
 class LoaderIterator(Iterator[Any]):
-    """One epoch of a `FifoLoader`: pins memory and moves the progress bar, around what does the work.
+    """One epoch of a `FifoLoader`: moves the progress bar, around what does the work.
 
     Args:
         batches: What does the work.
-        select: What to yield of a batch.
         length: Batches that the loader expects; None if unknown.
         progress: The bar to move.
         executor: Whose workers end with this iterator, if any do.
-        pins: Whether to pin memory.
     """
 
     def __init__(
         self,
         batches: "Completions | InProcess",
-        select: Callable[[Batch[Any]], Any],
         length: int | None,
         progress: Progress | None,
         executor: BatchExecutor | None,
-        pins: bool,
     ) -> None:
         self._batches = batches
-        self._select = select
         self._length = length
         self._progress = progress
         self._executor = executor
-        self._pins = pins
 
     def __next__(self) -> Any:
         """Return the next batch to complete.
@@ -66,11 +62,9 @@ class LoaderIterator(Iterator[Any]):
         """
         try:
             batch = next(self._batches)
-            if self._pins:
-                batch = dataclasses.replace(batch, data=_pin(batch.data))
             if self._progress is not None:
-                self._progress.update(self._batches.under_way, self._batches.seconds_waited)
-            return self._select(batch)
+                self._progress.update(self._batches.under_way, self._batches.trace.seconds_waited)
+            return batch
         except StopIteration:
             self._end()
             raise
@@ -91,6 +85,14 @@ class LoaderIterator(Iterator[Any]):
             raise TypeError("the loader's sampler has no length")
         return self._length
 
+    def statistics(self) -> Statistics:
+        """Return where this epoch's time went so far."""
+        return self._batches.trace.statistics()
+
+    def timeline(self) -> tuple[Span, ...]:
+        """Return when each chunk was submitted, started, loaded and delivered: the last 4,096, a span each."""
+        return self._batches.trace.timeline()
+
     def _end(self) -> None:
         if self._progress is not None:
             self._progress.close()
@@ -103,23 +105,29 @@ class LoaderIterator(Iterator[Any]):
         self._end()
 
 
-class InProcess(Iterator[Batch[Any]]):
+class InProcess(Iterator[Any]):
     """Load each chunk when it is asked for, in this process, with the contents that workers would give.
 
     ``random``, NumPy and torch are left as they were found.
+
+    Args:
+        plan: What to load.
+        select: What to yield of a batch.
     """
 
     under_way = 0
 
-    def __init__(self, plan: BatchPlan) -> None:
+    def __init__(self, plan: BatchPlan, select: Callable[[Batch[Any]], Any]) -> None:
+        self.trace = Trace(Trace())
+        self._select = select
         chunks = iter(plan)
         # Begin now: what the sampler draws belongs to the moment of iter().
         self._chunks = itertools.chain(list(itertools.islice(chunks, 1)), chunks)
         self._payload = Payload(plan.dataset, plan.collate_fn, plan.collates, None, 0)
         self._closed = False
-        self.seconds_waited = 0.0
+        self.trace.started()
 
-    def __next__(self) -> Batch[Any]:
+    def __next__(self) -> Any:
         """Load the next chunk.
 
         Raises:
@@ -128,15 +136,34 @@ class InProcess(Iterator[Batch[Any]]):
         """
         if self._closed:
             raise ClosedError("this iterator was closed; start a new one with iter(loader)")
-        start = time.perf_counter()
-        chunk = next(self._chunks)
+        requested = time.perf_counter()
+        try:
+            chunk = next(self._chunks)
+        except BaseException:
+            self.trace.wait(requested)
+            self.trace.end()
+            raise
+        record = Record(chunk.number)
+        self.trace.submit(record)
+        error: BaseException | None = None
+        try:
+            return self._select(self._load(chunk, record))
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self.trace.deliver(record, requested, error)
+            del error  # its traceback holds this frame
+
+    def _load(self, chunk: Chunk, record: Record) -> Batch[Any]:
+        started = time.perf_counter()
         try:
             with seeds(chunk.seed):
                 return Batch(chunk.number, chunk.indices, fetch(self._payload, chunk.indices, chunk.number))
         except Located as wrapped:
             error, where = wrapped.error, f"In fifobatch, {wrapped}."
         finally:
-            self.seconds_waited += time.perf_counter() - start
+            self.trace.arrive(record, None, started, time.perf_counter(), 0)
         if isinstance(error, (StopIteration, StopAsyncIteration)):  # would end the loop without a word
             raise SampleError(f"{type(error).__name__}: {error}\n{where}") from error
         error.add_note(where)
@@ -145,3 +172,4 @@ class InProcess(Iterator[Batch[Any]]):
     def close(self) -> None:
         """Load no more. Idempotent."""
         self._closed = True
+        self.trace.end()

@@ -18,6 +18,7 @@ from fifobatch.engine import CANCEL, FINISH, GIVE_UP, Engine, Run
 from fifobatch.errors import PlanError
 from fifobatch.plan import Batch, BatchPlan, Chunk
 from fifobatch.pool import cpu_count, loky_pool
+from fifobatch.trace import Span, Statistics, Trace
 from fifobatch.window import Window, check_count
 from fifobatch.worker import Payload
 
@@ -103,7 +104,7 @@ class BatchExecutor:
         """
         run = self._runs.get(plan)
         if run is None:
-            run = self._runs[plan] = self._engine.start_run(self._payload(plan), plan.seed, flagged=False)
+            run = self._runs[plan] = self._engine.start_run(self._payload(plan), plan.seed)
         return run.submit(chunk)
 
     def as_completed(self, plan: BatchPlan, *, window: int | None = None) -> Iterator[Any]:
@@ -148,14 +149,26 @@ class BatchExecutor:
         Raises:
             ClosedError, PlanError: As `as_completed`.
         """
+        trace = Trace(self._engine.trace)
         chunks = iter(plan)
         first = list(itertools.islice(chunks, 1))  # a plan without chunks pickles and starts nothing
         run = None
         if first:
             payload = self._payload(plan, num_workers, worker_init_fn)
-            run = self._engine.start_run(payload, plan.seed, flagged=True)
+            run = self._engine.start_run(payload, plan.seed, trace)
             self._latest[plan if owner is None else owner] = run
-        return Completions(itertools.chain(first, chunks), run, window, select, self, timeout)
+        return Completions(itertools.chain(first, chunks), run, window, select, trace, self, timeout)
+
+    def statistics(self) -> Statistics:
+        """Return the sums over everything that was loaded here, for all iterators and `submit`.
+
+        Chunks given to `submit` are delivered when their future is done.
+        """
+        return self._engine.trace.statistics()
+
+    def timeline(self) -> tuple[Span, ...]:
+        """Return when each chunk was submitted, started, loaded and delivered: the last 4,096, a span each."""
+        return self._engine.trace.timeline()
 
     def _payload(
         self,

@@ -24,12 +24,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fifobatch import server
 from fifobatch.completion import BatchFuture, Completions
-from fifobatch.epoch import InProcess, LoaderIterator
+from fifobatch.epoch import InProcess, LoaderIterator, pin
 from fifobatch.errors import PlanError
 from fifobatch.executor import BatchExecutor
 from fifobatch.plan import Batch, BatchPlan, refuse_iterable
 from fifobatch.pool import cpu_count
 from fifobatch.progress import Progress, check_options
+from fifobatch.trace import Span, Statistics, Trace
 from fifobatch.window import Window, check_count
 
 __all__ = ["FifoLoader"]
@@ -117,6 +118,7 @@ class FifoLoader(DataLoader[T_co]):
         self._shared = shared
         self._epoch = 0
         self._warned_pinning = False
+        self._trace = Trace()
         self._start_afresh()
         super().__init__(
             dataset,
@@ -170,30 +172,51 @@ class FifoLoader(DataLoader[T_co]):
         """
         return self._iterate(_whole)
 
+    def statistics(self) -> Statistics:
+        """Return where the time went, of the epoch that was started last; see `Statistics`.
+
+        Example:
+            >>> from fifobatch import FifoLoader
+            >>> loader = FifoLoader(range(4), batch_size=2, num_workers=2)
+            >>> print(loader.statistics())
+            Nothing was loaded yet.
+        """
+        return self._trace.statistics()
+
+    def timeline(self) -> tuple[Span, ...]:
+        """Return when each chunk was submitted, started, loaded and delivered, of the epoch that was started last.
+
+        A span a chunk, of the last 4,096. ``print(format_timeline(loader.timeline()))`` and ``plot_timeline`` draw it.
+        """
+        return self._trace.timeline()
+
     def _iterate(self, select: Callable[[Batch[Any]], Any]) -> "LoaderIterator":
         # As torch draws it: before the sampler draws, and whether or not anything is shuffled.
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
         plan = BatchPlan.of_loader(self, seed, self._epoch)
         progress = self._make_progress()
         try:
-            batches, executor = self._load(plan)
+            batches, executor = self._load(plan, _pinned(select) if self._pins() else select)
         except BaseException:
             if progress is not None:
                 progress.close()
             raise
         ends = None if executor in (self._shared, self._own) else executor
-        iterator = LoaderIterator(batches, select, self._length(), progress, ends, self._pins())
+        iterator = LoaderIterator(batches, self._length(), progress, ends)
+        self._trace = batches.trace
         self._iterators.add(iterator)
         return iterator
 
-    def _load(self, plan: BatchPlan) -> "tuple[Completions | InProcess, BatchExecutor | None]":
+    def _load(
+        self, plan: BatchPlan, select: Callable[[Batch[Any]], Any]
+    ) -> "tuple[Completions | InProcess, BatchExecutor | None]":
         if self.num_workers == 0 or (self._shared is None and not _may_have_children()):
-            return InProcess(plan), None
+            return InProcess(plan, select), None
         executor = self._executor()
         batches = executor.iterate(
             plan,
             self._make_window(),
-            _whole,
+            select,
             num_workers=self.num_workers,
             worker_init_fn=self.worker_init_fn,
             timeout=self.timeout or None,
@@ -286,16 +309,22 @@ class FifoLoader(DataLoader[T_co]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has workers of its own.
-        return {key: value for key, value in vars(self).items() if key not in ("_own", "_end_lease", "_iterators")}
+        # A copy has workers and a trace of its own.
+        own = ("_own", "_end_lease", "_iterators", "_trace")
+        return {key: value for key, value in vars(self).items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._trace = Trace()
         self._start_afresh()
 
 
 def _whole(batch: Batch[Any]) -> Batch[Any]:
     return batch
+
+
+def _pinned(select: Callable[[Batch[Any]], Any]) -> Callable[[Batch[Any]], Any]:
+    return lambda batch: select(pin(batch))
 
 
 @functools.cache

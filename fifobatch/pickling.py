@@ -50,6 +50,11 @@ class Pickled:
     modules: set[str] = field(default_factory=set)
     shares_memory: bool = False
 
+    @property
+    def nbytes(self) -> int:
+        """The size of all of it."""
+        return len(self.data) + sum(buffer.nbytes for buffer in self.buffers)
+
 
 def dumps(obj: object, *, classes_by_id: bool = False) -> Pickled:
     """Pickle anything that cloudpickle can, with big buffers out of band.

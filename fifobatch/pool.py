@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from multiprocessing import process, reduction
 from multiprocessing.context import BaseContext
@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import loky.process_executor
 from loky.backend.context import LokyContext
 
+from fifobatch.packages import installed_modules
 from fifobatch.server import ServedPopen, after_fork_in_child
 
 __all__ = ["WorkerPool", "WorkerProcess", "at_exit", "cpu_count", "loky_pool"]
@@ -162,9 +163,9 @@ class WorkerPool:
                 )
             return self._loky
 
-    def expect_modules(self, modules: frozenset[str]) -> None:
-        """Have the workers that are still to come forked from a server with these modules."""
-        self._context.modules |= modules
+    def expect_modules(self, modules: Iterable[str]) -> None:
+        """Have the workers that are still to come forked from a server with those of ``modules`` that are installed."""
+        self._context.modules |= installed_modules(modules)
 
     def submit(self, fn: Callable[..., Result], *args: Any) -> "Future[Result]":
         """Run ``fn(*args)`` in a worker.

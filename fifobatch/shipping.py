@@ -5,8 +5,10 @@ Runs in the parent, in the thread that publishes a plan.
 
 import itertools
 import pickle
+import threading
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,7 @@ from fifobatch.pickling import Pickled, dumps, find_culprit, sent_classes
 from fifobatch.transport import Arena, Parcel
 from fifobatch.worker import Context, Payload, plans_here
 
-__all__ = ["Shipment", "cannot_send", "pickle_indices"]
+__all__ = ["Shipment", "Shipments", "cannot_send", "pickle_indices"]
 
 _tokens = itertools.count(1)
 
@@ -41,6 +43,52 @@ class Shipment:
                 plans_here[self.token] = content
             done = partial(plans_here.pop, self.token, None)
         weakref.finalize(self, done).atexit = False
+
+
+class Shipments:
+    """What was shipped by one executor and is still in use.
+
+    Args:
+        arena: Where to; None keeps the content here, for executors that are not ours.
+        expect_modules: Told which modules the workers are going to import.
+
+    Attributes:
+        alive: The tokens of those in use, as of the last one published: workers drop their copies of others.
+    """
+
+    def __init__(self, arena: Arena | None, expect_modules: Callable[[Iterable[str]], None] | None) -> None:
+        self.alive: tuple[int, ...] = ()
+        self._arena = arena
+        self._expect_modules = expect_modules
+        self._lock = threading.Lock()
+        self._published: weakref.WeakValueDictionary[int, Shipment] = weakref.WeakValueDictionary()
+
+    def publish(self, content: Payload | Context) -> Shipment:
+        """Ship ``content``, unless the workers have just these bytes already.
+
+        Raises:
+            Exception: Whatever pickling the user's objects raises.
+        """
+        if self._arena is None or self._expect_modules is None:
+            shipment = Shipment(content)
+        else:
+            pickled = dumps(content)
+            with self._lock:
+                published = list(self._published.values())
+            for shipment in published:
+                if type(shipment.content) is type(content) and self._arena.holds(shipment.parcel, pickled):
+                    return shipment
+            if pickled.shares_memory:
+                warnings.warn(
+                    "the dataset holds tensors in shared memory (share_memory_()); the workers get copies of them",
+                    stacklevel=2,
+                )
+            self._expect_modules(pickled.modules)
+            shipment = Shipment(content, self._arena, pickled)
+        with self._lock:
+            self._published[shipment.token] = shipment
+            self.alive = tuple(self._published)
+        return shipment
 
 
 def pickle_indices(indices: Any) -> Pickled:

@@ -17,11 +17,13 @@ Errors leave as a packed `Report`.
 import importlib
 import os
 import pickle
+import platform
 import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from multiprocessing import connection, current_process, parent_process
 from typing import Any, NamedTuple
@@ -31,7 +33,7 @@ import torch.utils.data
 from torch.utils.data._utils import worker as _torch_worker
 from torch.utils.data._utils.collate import default_collate
 
-from fifobatch.pickling import Report, dumps, loads_sent, report
+from fifobatch.pickling import Pickled, Report, dumps, loads_sent, report
 from fifobatch.serve import leave_to_parent
 from fifobatch.transport import Arena, Board, Parcel
 
@@ -116,8 +118,10 @@ class Task(NamedTuple):
 
 
 # What comes back of a task: ("batch", it), ("error", its Report), ("abandoned", None) or, where only the token was
-# sent, ("unknown", None): send the payload too. From pools of ours, batch and report are parcels, as plain tuples.
-Answer = tuple[str, Any]
+# sent, ("unknown", None): send the payload too. From pools of ours, batch and report are parcels, as plain tuples. The
+# third part are arguments of `Trace.arrive`: who loaded it, from when to when, and the size of what was packed.
+Mark = tuple[Hashable, float, float, int]
+Answer = tuple[str, Any, Mark]
 
 
 class _Worker:
@@ -197,21 +201,28 @@ def load(data: bytes) -> Answer:
     """Load the chunk of one pickled `Task`, in a worker process of ours."""
     worker = _worker
     assert worker is not None
+    started = time.perf_counter()
     task = Task.from_bytes(data)
     where = f"preparing chunk {task.number}"
+
+    def answer(kind: str, pickled: Pickled | None) -> Answer:
+        body = None if pickled is None else tuple(worker.arena.pack(pickled, task.slot))
+        size = 0 if pickled is None else pickled.nbytes
+        return kind, body, (worker.number, started, time.perf_counter(), size)
+
     try:
         if worker.board[task.run]:
-            return "abandoned", None
+            return answer("abandoned", None)
         plan = worker.plan(task)
         indices = loads_sent(*worker.arena.unpack(task.indices))
         seed_all(task.seed)
         batch = fetch(plan, indices, task.number, lambda: worker.board[task.run])
         if batch is ABANDONED:
-            return "abandoned", None
+            return answer("abandoned", None)
         where = f"packing the batch of chunk {task.number} (indices {brief(indices)})"
-        return "batch", tuple(worker.arena.pack(dumps(batch, classes_by_id=True), task.slot))
+        return answer("batch", dumps(batch, classes_by_id=True))
     except BaseException as error:  # the process boundary: what the user's code raises must not break the pool
-        return "error", tuple(worker.arena.pack(dumps(_report(error, where)), task.slot))
+        return answer("error", dumps(_report(error, where)))
 
 
 # Plans of this very process, by token: an executor that stays in the process (threads) needs no copy.
@@ -230,8 +241,14 @@ def load_elsewhere(token: int, payload: bytes | None, alive: tuple[int, ...], ch
         alive: Tokens still in use: copies of others are dropped.
         chunk: Number, indices and seed.
     """
+    started = time.perf_counter()
     number, indices, seed = chunk
     where = f"preparing chunk {number}"
+
+    def answer(kind: str, body: Any) -> Answer:
+        who = (platform.node(), os.getpid(), threading.get_ident())
+        return kind, body, (who, started, time.perf_counter(), 0)
+
     try:
         plan = plans_here.get(token)
         if plan is None:
@@ -239,14 +256,14 @@ def load_elsewhere(token: int, payload: bytes | None, alive: tuple[int, ...], ch
                 _plans_elsewhere.pop(old, None)
             if token not in _plans_elsewhere:
                 if payload is None:
-                    return "unknown", None
+                    return answer("unknown", None)
                 where = "unpickling the dataset"
                 _plans_elsewhere[token] = loads_sent(payload)
             plan = _plans_elsewhere[token]
             seed_all(seed)
-        return "batch", fetch(plan, indices, number)
+        return answer("batch", fetch(plan, indices, number))
     except BaseException as error:  # the process boundary, as in `load`
-        return "error", _report(error, where)
+        return answer("error", _report(error, where))
 
 
 # -- also in the parent, where there are no workers --------------------------------------------------------------------

@@ -16,6 +16,7 @@ ORDER = [
     "errors",
     "plan",
     "window",
+    "trace",
     "pickling",
     "transport",
     "serve",

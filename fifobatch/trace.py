@@ -1,0 +1,356 @@
+"""What happened when: one record a chunk, always on, and the statistics made of them.
+
+Runs in the parent process: `Trace.submit` and `Trace.deliver` in the consumer's thread, `Trace.arrive` in the pool's.
+A worker only reads the clock twice a chunk: ``time.perf_counter``, which all processes of a machine share.
+
+Each iteration has a trace of its own, below that of its executor, which sees all of them. It costs some microseconds a
+batch. Records are kept of the last `RING` chunks; what is counted and summed is so from the beginning.
+"""
+
+import math
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+__all__ = ["RING", "Record", "Span", "Statistics", "Trace"]
+
+RING = 4096  # chunks; about 300 bytes each
+BOUND_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When a chunk went through each station. Times are seconds of ``time.perf_counter``; None: not there yet.
+
+    Attributes:
+        number: The chunk's number: its position in the plan, from 0.
+        worker: The worker that loaded it: its id as in ``get_worker_info()``, or, on other executors, numbered in order
+            of appearance; None for this process, or where nobody knows.
+        submitted: When it was submitted.
+        started: When the worker began with it.
+        loaded: When the worker was done with it: loaded, collated and packed.
+        requested: When ``next()`` was called that was answered with it. None if nobody called ``next()`` for it, as
+            after `BatchExecutor.submit`.
+        delivered: When that ``next()`` returned it (or raised its error), or when its future was done.
+        bytes: The size of its batch as packed, pickle and buffers; 0 where nothing is packed (other executors, or no
+            workers).
+        error: The class of the error that came instead of the batch.
+    """
+
+    number: int
+    worker: int | None
+    submitted: float
+    started: float | None
+    loaded: float | None
+    requested: float | None
+    delivered: float | None
+    bytes: int
+    error: str | None
+
+    @property
+    def load_seconds(self) -> float:
+        """How long it took to load; ``nan`` if it was not loaded."""
+        return math.nan if self.started is None or self.loaded is None else self.loaded - self.started
+
+    @property
+    def seconds_waited(self) -> float:
+        """How long the consumer waited for it, inside ``next()``."""
+        return 0.0 if self.requested is None or self.delivered is None else self.delivered - self.requested
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Where an epoch's time went, and what is under way. ``print`` it for a verdict in words.
+
+    ``submitted == delivered + failed + abandoned + under_way`` holds at any moment.
+
+    Example:
+        >>> from fifobatch import FifoLoader
+        >>> loader = FifoLoader(range(6), batch_size=2, num_workers=2)
+        >>> for batch in loader:
+        ...     pass
+        >>> statistics = loader.statistics()
+        >>> statistics.delivered, statistics.failed, statistics.under_way
+        (3, 0, 0)
+
+    Attributes:
+        submitted: Chunks submitted.
+        delivered: Batches delivered to the consumer.
+        failed: Chunks whose error was delivered instead.
+        abandoned: Chunks that nobody waits for any more, as the iterator was closed or dropped.
+        under_way: Chunks submitted, and neither delivered nor failed nor abandoned.
+        peak_under_way: The most that were under way at once.
+        bytes: The size of all batches loaded, as packed.
+        peak_bytes: The most bytes loaded and not yet delivered.
+        seconds: From ``iter()`` to the end of the epoch, or to now while it goes on; for an executor from its first
+            chunk on.
+        seconds_starting: Of these, inside ``iter()``: pickling the dataset, starting workers.
+        seconds_to_first: Of these, until the first batch was delivered; ``nan`` if none was.
+        seconds_waited: Of these, those that the consumer spent inside ``iter()`` and ``next()``.
+        loader_bound: Whether the loader was the bottleneck: after the first batch, the consumer waited for at least a
+            tenth of the time.
+        load_p50: The median of the load times, in seconds, of the last `RING` chunks; ``nan`` if none was loaded.
+        load_p95: Their 95th percentile.
+        load_p99: Their 99th percentile.
+    """
+
+    submitted: int
+    delivered: int
+    failed: int
+    abandoned: int
+    under_way: int
+    peak_under_way: int
+    bytes: int
+    peak_bytes: int
+    seconds: float
+    seconds_starting: float
+    seconds_to_first: float
+    seconds_waited: float
+    loader_bound: bool
+    load_p50: float
+    load_p95: float
+    load_p99: float
+
+    @property
+    def waited_share(self) -> float:
+        """The share of the time that the consumer waited, from 0 to 1."""
+        return min(1.0, self.seconds_waited / self.seconds) if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        if not self.submitted:
+            return "Nothing was loaded yet."
+        counts = f"{self.delivered:,} {'batch' if self.delivered == 1 else 'batches'} in {_seconds(self.seconds)}"
+        for count, what in ((self.failed, "failed"), (self.abandoned, "abandoned"), (self.under_way, "under way")):
+            counts += f", {count:,} {what}" if count else ""
+        lines = [
+            f"{counts}. The consumer waited {_seconds(self.seconds_waited)} of it ({self.waited_share:.0%})"
+            + (f", the first batch came after {_seconds(self.seconds_to_first)}." if self.delivered else ".")
+        ]
+        if self.delivered:
+            lines.append(
+                "The loader was the bottleneck: more workers or faster samples would shorten the epoch."
+                if self.loader_bound
+                else "The loader was not the bottleneck: faster loading would hardly shorten the epoch."
+            )
+        if not math.isnan(self.load_p50):
+            quantiles = (
+                f"{_seconds(self.load_p50)} (median), {_seconds(self.load_p95)} (p95), {_seconds(self.load_p99)} (p99)"
+            )
+            lines.append(f"Loading a batch took {quantiles}.")
+        return "\n".join(lines)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.995 else f"{1000 * seconds:.3g} ms"
+
+
+class Record:
+    """A `Span` in the making.
+
+    Args:
+        number: The chunk's number.
+    """
+
+    __slots__ = ("bytes", "delivered", "error", "loaded", "number", "requested", "started", "submitted", "worker")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.worker: int | None = None
+        self.submitted = time.perf_counter()
+        self.started: float | None = None
+        self.loaded: float | None = None
+        self.requested: float | None = None
+        self.delivered: float | None = None
+        self.bytes = 0
+        self.error: str | None = None
+
+
+class Trace:
+    """What happened in one iteration, or, without a parent, in one executor.
+
+    Args:
+        parent: The executor's trace.
+    """
+
+    def __init__(self, parent: "Trace | None" = None) -> None:
+        self._chain: tuple[Trace, ...] = (self,) if parent is None else (self, parent)
+        self._lock: threading.RLock = threading.RLock() if parent is None else parent._lock
+        self._began: float | None = None if parent is None else time.perf_counter()
+        self._ended: float | None = None
+        self._last = 0.0
+        self._records: deque[Record] = deque(maxlen=RING)
+        self._workers: dict[Hashable, int] = {}
+        self._given_up: deque[Trace] = deque()  # iterations that ended, and are not settled yet
+        self._settled = False
+        self._submitted = self._delivered = self._failed = self._abandoned = self._peak_under_way = 0
+        self._bytes = self._bytes_waiting = self._peak_bytes = 0
+        self._seconds_starting = self._waited_to_first = 0.0
+        self._first: float | None = None
+        self.seconds_waited = 0.0
+
+    # -- what happens
+
+    def started(self) -> None:
+        """Note that ``iter()`` is about to return."""
+        assert self._began is not None
+        now = time.perf_counter()
+        with self._lock:
+            for trace in self._chain:
+                trace._seconds_starting += now - self._began
+        self.wait(self._began)
+
+    def submit(self, record: Record) -> None:
+        """Note that a chunk was submitted."""
+        with self._lock:
+            for trace in self._chain:
+                if trace._began is None:
+                    trace._began = record.submitted
+                trace._settle()
+                trace._records.append(record)
+                trace._submitted += 1
+                trace._peak_under_way = max(trace._peak_under_way, trace._under_way)
+
+    def arrive(self, record: Record, worker: Hashable, started: float, loaded: float, size: int) -> None:
+        """Note that a chunk was loaded, well or not.
+
+        Args:
+            record: The chunk's.
+            worker: Names the worker.
+            started: When it began with the chunk, by its own clock.
+            loaded: When it was done, likewise.
+            size: The packed batch's, in bytes.
+        """
+        now = time.perf_counter()
+        if not record.submitted <= started <= loaded <= now:  # another machine's clock: only the duration is of use
+            started, loaded = max(record.submitted, now - max(0.0, loaded - started)), now
+        with self._lock:
+            workers = self._chain[-1]._workers
+            record.worker = (
+                worker if worker is None or isinstance(worker, int) else workers.setdefault(worker, len(workers))
+            )
+            record.started, record.loaded, record.bytes = started, loaded, size
+            for trace in self._chain:
+                if self._ended is None:
+                    trace._bytes_waiting += size
+                trace._bytes += size
+                trace._peak_bytes = max(trace._peak_bytes, trace._bytes_waiting)
+
+    def deliver(self, record: Record, requested: float | None, error: BaseException | None = None) -> None:
+        """Note that the consumer got a chunk's batch, or its error.
+
+        Args:
+            record: The chunk's.
+            requested: When ``next()`` was called, if it was.
+            error: What came instead of the batch.
+        """
+        now = time.perf_counter()
+        with self._lock:
+            record.requested, record.delivered = requested, now
+            record.error = None if error is None else type(error).__name__
+            for trace in self._chain:
+                trace._last = now
+                if requested is not None:
+                    trace.seconds_waited += now - requested
+                if self._ended is None:
+                    trace._bytes_waiting -= record.bytes
+                if self._settled and trace is not self:  # closed by another thread, and then delivered all the same
+                    trace._abandoned -= 1
+                if error is not None:
+                    trace._failed += 1
+                else:
+                    trace._delivered += 1
+                    if trace._first is None:
+                        trace._first, trace._waited_to_first = now, trace.seconds_waited
+
+    def wait(self, since: float) -> None:
+        """Note that the consumer waited from ``since`` until now, and got no batch."""
+        now = time.perf_counter()
+        with self._lock:
+            for trace in self._chain:
+                trace._last = now
+                trace.seconds_waited += now - since
+
+    def end(self) -> None:
+        """Note that nobody will be delivered anything any more. Takes no lock: finalizers call it. Idempotent."""
+        if self._ended is None:
+            self._ended = time.perf_counter()
+            for parent in self._chain[1:]:
+                parent._given_up.append(self)
+
+    def _settle(self) -> None:
+        """Take off what iterations that ended left undelivered."""
+        while self._given_up:
+            trace = self._given_up.popleft()
+            self._abandoned += trace._submitted - trace._delivered - trace._failed
+            self._bytes_waiting -= trace._bytes_waiting
+            trace._settled = True
+
+    # -- what was seen
+
+    @property
+    def _under_way(self) -> int:
+        return self._submitted - self._delivered - self._failed - self._abandoned
+
+    def timeline(self) -> tuple[Span, ...]:
+        """Return a span a chunk, in order of submission, of the last `RING` chunks."""
+        with self._lock:
+            return tuple(
+                Span(
+                    number=record.number,
+                    worker=record.worker,
+                    submitted=record.submitted,
+                    started=record.started,
+                    loaded=record.loaded,
+                    requested=record.requested,
+                    delivered=record.delivered,
+                    bytes=record.bytes,
+                    error=record.error,
+                )
+                for record in self._records
+            )
+
+    def statistics(self) -> Statistics:
+        """Return the sums so far."""
+        p50, p95, p99 = _quantiles([span.load_seconds for span in self.timeline() if span.loaded and not span.error])
+        with self._lock:
+            self._settle()
+            under_way, abandoned = self._under_way, self._abandoned
+            if self._ended is not None:
+                under_way, abandoned = 0, under_way
+            began = self._began
+            end = self._ended or (time.perf_counter() if under_way else self._last)
+            seconds = 0.0 if began is None else end - began
+            to_first = math.nan if self._first is None or began is None else self._first - began
+            # The time after the first batch tells. Where there was only one, all of it has to.
+            waited, share_of = self.seconds_waited - self._waited_to_first, seconds - to_first
+            if self._delivered < 2:
+                waited, share_of = self.seconds_waited, seconds
+            return Statistics(
+                submitted=self._submitted,
+                delivered=self._delivered,
+                failed=self._failed,
+                abandoned=abandoned,
+                under_way=under_way,
+                peak_under_way=self._peak_under_way,
+                bytes=self._bytes,
+                peak_bytes=self._peak_bytes,
+                seconds=seconds,
+                seconds_starting=self._seconds_starting,
+                seconds_to_first=to_first,
+                seconds_waited=self.seconds_waited,
+                loader_bound=self._delivered > 0 and waited >= BOUND_SHARE * share_of,
+                load_p50=p50,
+                load_p95=p95,
+                load_p99=p99,
+            )
+
+
+def _quantiles(seconds: list[float]) -> tuple[float, float, float]:
+    """Return the 50th, 95th and 99th percentile, interpolated linearly as NumPy does by default."""
+    if not seconds:
+        return math.nan, math.nan, math.nan
+    cuts = statistics.quantiles(seconds * 2 if len(seconds) == 1 else seconds, n=100, method="inclusive")
+    return cuts[49], cuts[94], cuts[98]
