@@ -22,6 +22,8 @@ from fifobatch.errors import ChunkTimeoutError, ClosedError, FifobatchError, Pla
 from fifobatch.executor import BatchExecutor
 from fifobatch.loader import FifoLoader
 from fifobatch.plan import Batch, BatchPlan, Chunk
+from fifobatch.timeline import format_timeline, plot_timeline
+from fifobatch.trace import Span, Statistics
 
 __all__ = [
     "Batch",
@@ -34,7 +36,11 @@ __all__ = [
     "FifobatchError",
     "PlanError",
     "SampleError",
+    "Span",
+    "Statistics",
     "WorkerDiedError",
+    "format_timeline",
+    "plot_timeline",
 ]
 
 __version__ = "0.1.0"

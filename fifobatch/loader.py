@@ -20,9 +20,9 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler, default_collate, default_convert
 
-from fifobatch import server
+from fifobatch import server, summary
 from fifobatch.completion import BatchFuture, Completions
 from fifobatch.epoch import InProcess, LoaderIterator, pin
 from fifobatch.errors import PlanError
@@ -307,6 +307,44 @@ class FifoLoader(DataLoader[T_co]):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    # -- how it shows itself
+
+    def _arguments(self) -> dict[str, Any]:
+        shown: dict[str, Any] = {
+            "batch_size": self.batch_size,
+            "num_workers": self.num_workers,
+            "window": self._make_window().size,
+        }
+        if self.batch_size is None and self.batch_sampler is not None:
+            shown["batch_sampler"] = self.batch_sampler
+        elif not isinstance(self.sampler, SequentialSampler):
+            shown["sampler"] = self.sampler
+        defaults = {
+            "collate_fn": default_collate if self.batch_sampler is not None else default_convert,
+            "pin_memory": False,
+            "drop_last": False,
+            "timeout": 0,
+            "worker_init_fn": None,
+            "generator": None,
+            "persistent_workers": False,
+            "in_order": False,
+            "max_skew": None,
+            "progress": False,
+            "executor": None,
+        }
+        values = {name: getattr(self, name) for name in defaults}
+        return shown | {name: value for name, value in values.items() if value != defaults[name]}
+
+    def __repr__(self) -> str:
+        if not self._DataLoader__initialized:  # type: ignore[attr-defined]  # torch's, False until it has checked all
+            return object.__repr__(self)
+        return summary.line(type(self).__name__, self.dataset, self._arguments(), self.statistics())
+
+    def _repr_html_(self) -> str:
+        return summary.html_table(type(self).__name__, self.dataset, self._arguments(), self.statistics())
+
+    # -- copies
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has workers and a trace of its own.

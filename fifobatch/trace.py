@@ -130,17 +130,23 @@ class Statistics:
             + (f", the first batch came after {_seconds(self.seconds_to_first)}." if self.delivered else ".")
         ]
         if self.delivered:
-            lines.append(
-                "The loader was the bottleneck: more workers or faster samples would shorten the epoch."
-                if self.loader_bound
-                else "The loader was not the bottleneck: faster loading would hardly shorten the epoch."
-            )
+            lines.append(self._verdict())
         if not math.isnan(self.load_p50):
             quantiles = (
                 f"{_seconds(self.load_p50)} (median), {_seconds(self.load_p95)} (p95), {_seconds(self.load_p99)} (p99)"
             )
             lines.append(f"Loading a batch took {quantiles}.")
         return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        if not self.loader_bound:
+            return "The loader was not the bottleneck: faster loading would hardly shorten the epoch."
+        if self.seconds_to_first > self.seconds / 2:
+            return (
+                "The start was the bottleneck, before the first batch: persistent_workers=True keeps the workers for the "
+                "next epoch."
+            )
+        return "The loader was the bottleneck: more workers or faster samples would shorten the epoch."
 
 
 def _seconds(seconds: float) -> str:
@@ -314,9 +320,15 @@ class Trace:
 
     def statistics(self) -> Statistics:
         """Return the sums so far."""
-        p50, p95, p99 = _quantiles([span.load_seconds for span in self.timeline() if span.loaded and not span.error])
         with self._lock:
             self._settle()
+            p50, p95, p99 = _quantiles(
+                [
+                    record.loaded - record.started
+                    for record in self._records
+                    if record.started is not None and record.loaded is not None and record.error is None
+                ]
+            )
             under_way, abandoned = self._under_way, self._abandoned
             if self._ended is not None:
                 under_way, abandoned = 0, under_way
