@@ -142,10 +142,7 @@ class Statistics:
         if not self.loader_bound:
             return "The loader was not the bottleneck: faster loading would hardly shorten the epoch."
         if self.seconds_to_first > self.seconds / 2:
-            return (
-                "The start was the bottleneck, before the first batch: persistent_workers=True keeps the workers for the "
-                "next epoch."
-            )
+            return "The start was the bottleneck: persistent_workers=True keeps the workers for the next epoch."
         return "The loader was the bottleneck: more workers or faster samples would shorten the epoch."
 
 
