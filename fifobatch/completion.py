@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
@@ -52,6 +52,12 @@ class BatchFuture(Future[Batch[Any]]):
         # The pool's future decides; when it is cancelled, its done callback settles this one (and drops it).
         inner = self.inner
         return inner is not None and inner.cancel()
+
+    @property
+    def error_name(self) -> str | None:
+        """The class of the error that it is done with, if it is."""
+        error = CancelledError() if self.cancelled() else self.exception()
+        return None if error is None else type(error).__name__
 
     def settle_cancelled(self) -> None:
         """Mark as cancelled: its chunk will not be loaded."""
@@ -142,17 +148,13 @@ class Completions(Iterator[Any]):
             except BaseException:  # an interrupt: what is under way has lost its consumer
                 self.close()
                 raise
-        error: BaseException | None = None
         try:
             if future.cancelled():  # not caught: user code may raise CancelledError, too
                 raise ClosedError(f"chunk {future.chunk.number} was cancelled: the executor was shut down")
             return self._select(future.result())
-        except BaseException as raised:
-            error = raised
-            raise
         finally:
-            self.trace.deliver(future.record, requested, error)
-            del self, future, error  # an error's traceback holds this frame
+            self.trace.deliver(future.record, requested)
+            del self, future  # an error's traceback holds this frame
 
     def _next_future(self) -> BatchFuture:
         self._check_open()
@@ -163,6 +165,7 @@ class Completions(Iterator[Any]):
             self._receive()
             self._check_open()
         _, future = self._window.deliver()
+        self.trace.hand_over(future.record, future.error_name)
         self._refill()
         return future
 

@@ -14,6 +14,7 @@ Three parties in the parent process, beside the worker processes:
 the `Engine`, which the supervisor's thread keeps alive, must not refer to it.
 """
 
+import itertools
 import os
 import queue
 import threading
@@ -81,10 +82,17 @@ class Run:
             self._engine.inbox.put(self)
 
 
+_keys = itertools.count()
+
+
 class _Flight:
-    """A chunk under way."""
+    """A chunk under way.
+
+    The done callback of the pool's future knows only its key: an executor that keeps its futures keeps no batch so.
+    """
 
     def __init__(self, run: Run, future: BatchFuture, slot: int) -> None:
+        self.key = next(_keys)
         self.run = run
         self.future = future
         self.slot = slot
@@ -105,7 +113,7 @@ class Engine:
         self.trace = Trace()
         self._elsewhere = executor
         self._lock = threading.Lock()
-        self._flights: set[_Flight] = set()
+        self._flights: dict[int, _Flight] = {}
         self._flags: list[int] = []
         self._closed = False
         self._broken: str | None = None
@@ -172,7 +180,7 @@ class Engine:
                 raise WorkerDiedError(f"{self._broken} Earlier chunks were reported; make a new executor to go on")
             self._start_supervisor()
             flight = _Flight(run, future, 0 if self.arena is None else self.arena.take())
-            self._flights.add(flight)
+            self._flights[flight.key] = flight
         try:
             future.inner = self._start(flight, indices)
         except BaseException as error:
@@ -183,7 +191,7 @@ class Engine:
                 raise self._explain(chunk, error) from error
             raise
         run.trace.submit(future.record)
-        future.inner.add_done_callback(partial(self._arrived, flight))
+        future.inner.add_done_callback(partial(self._arrived, flight.key))
         return future
 
     def _start(self, flight: _Flight, indices: Pickled | None, payload: bytes | None = None) -> Future[Answer]:
@@ -229,20 +237,21 @@ class Engine:
 
     # -- pool's thread
 
-    def _arrived(self, flight: _Flight, inner: Future[Answer]) -> None:
+    def _arrived(self, key: int, inner: Future[Answer]) -> None:
         """Complete the future of a chunk whose task is done. A done callback: what it raised would be lost."""
+        flight = self._flights[key]
         future = flight.future
         if inner.cancelled():
             self._land(flight)
             self._settle(flight, None)
             return
-        try:
-            kind, body, mark = inner.result()
-        except BaseException as error:  # whatever the pool says of a task that did not run to its end
+        error = inner.exception()  # not raised: the traceback would keep the frames below, in a manual executor
+        if error is not None:  # whatever the pool says of a task that did not run to its end
             # Its slot is not given back: the worker may still be writing.
             self._land(flight, keep_slot=True)
             self._settle(flight, self._explain(future.chunk, error))
             return
+        kind, body, mark = inner.result()
         if kind == "unknown":
             self.inbox.put(flight)
             return
@@ -265,7 +274,7 @@ class Engine:
     def _land(self, flight: _Flight, keep_slot: bool = False) -> None:
         flight.future.inner = None  # a cycle through its done callback, which would keep the batch alive
         with self._lock:
-            self._flights.discard(flight)
+            self._flights.pop(flight.key, None)
             closed = self._closed
         if self.arena is not None and not keep_slot:
             self.arena.give_back(flight.slot)
@@ -276,8 +285,9 @@ class Engine:
         """Complete the future; None: its chunk is not loaded, as nobody wants it."""
         future = flight.future
         if flight.run.trace is self.trace:  # no iterator delivers it
-            error = None if isinstance(result, Batch) else result or CancelledError()
-            self.trace.deliver(future.record, None, error)
+            error = None if isinstance(result, Batch) else type(result or CancelledError()).__name__
+            self.trace.hand_over(future.record, error)
+            self.trace.deliver(future.record)
         if result is None:
             future.settle_cancelled()
         elif future.set_running_or_notify_cancel():
@@ -340,7 +350,7 @@ class Engine:
     def _cancel(self, run: Run | None, give_up: bool) -> None:
         """Cancel what no worker has begun, of one run or of all; ``give_up`` also stops the rest at the next sample."""
         with self._lock:
-            flights = [flight for flight in self._flights if run is None or flight.run is run]
+            flights = [flight for flight in self._flights.values() if run is None or flight.run is run]
         for flight in flights:
             if give_up:
                 flight.run.over = True
@@ -351,7 +361,7 @@ class Engine:
     def _free_flags(self, ended: list[Run]) -> list[Run]:
         """Use a run's flag again when none of its tasks can read it any more; return the runs still waiting."""
         with self._lock:
-            busy = {flight.run for flight in self._flights}
+            busy = {flight.run for flight in self._flights.values()}
             for run in ended:
                 if run not in busy and run.flag:
                     self._board[run.flag] = False
@@ -365,7 +375,7 @@ class Engine:
             self._land(flight)
             self._settle(flight, cannot_send(flight.run.payload.content, error))
         else:
-            flight.future.inner.add_done_callback(partial(self._arrived, flight))
+            flight.future.inner.add_done_callback(partial(self._arrived, flight.key))
 
     def kill(self) -> None:
         """Kill the workers now; from any thread."""

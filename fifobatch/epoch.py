@@ -145,15 +145,17 @@ class InProcess(Iterator[Any]):
             raise
         record = Record(chunk.number)
         self.trace.submit(record)
-        error: BaseException | None = None
         try:
-            return self._select(self._load(chunk, record))
-        except BaseException as raised:
-            error = raised
+            batch = self._load(chunk, record)
+        except BaseException as error:
+            self.trace.hand_over(record, type(error).__name__)
+            self.trace.deliver(record, requested)
             raise
+        self.trace.hand_over(record)
+        try:
+            return self._select(batch)
         finally:
-            self.trace.deliver(record, requested, error)
-            del error  # its traceback holds this frame
+            self.trace.deliver(record, requested)
 
     def _load(self, chunk: Chunk, record: Record) -> Batch[Any]:
         started = time.perf_counter()

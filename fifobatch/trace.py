@@ -1,7 +1,7 @@
 """What happened when: one record a chunk, always on, and the statistics made of them.
 
-Runs in the parent process: `Trace.submit` and `Trace.deliver` in the consumer's thread, `Trace.arrive` in the pool's.
-A worker only reads the clock twice a chunk: ``time.perf_counter``, which all processes of a machine share.
+Runs in the parent process: `Trace.arrive` in the pool's thread, the rest in the consumer's. A worker only reads the
+clock twice a chunk: ``time.perf_counter``, which all processes of a machine share.
 
 Each iteration has a trace of its own, below that of its executor, which sees all of them. It costs some microseconds a
 batch. Records are kept of the last `RING` chunks; what is counted and summed is so from the beginning.
@@ -241,32 +241,41 @@ class Trace:
                 trace._bytes += size
                 trace._peak_bytes = max(trace._peak_bytes, trace._bytes_waiting)
 
-    def deliver(self, record: Record, requested: float | None, error: BaseException | None = None) -> None:
-        """Note that the consumer got a chunk's batch, or its error.
+    def hand_over(self, record: Record, error: str | None = None) -> None:
+        """Note that a chunk is about to be delivered: it is no longer under way.
 
         Args:
             record: The chunk's.
-            requested: When ``next()`` was called, if it was.
-            error: What came instead of the batch.
+            error: The class of what comes instead of its batch.
         """
-        now = time.perf_counter()
         with self._lock:
-            record.requested, record.delivered = requested, now
-            record.error = None if error is None else type(error).__name__
+            record.error = error
             for trace in self._chain:
-                trace._last = now
-                if requested is not None:
-                    trace.seconds_waited += now - requested
                 if self._ended is None:
                     trace._bytes_waiting -= record.bytes
                 if self._settled and trace is not self:  # closed by another thread, and then delivered all the same
                     trace._abandoned -= 1
-                if error is not None:
-                    trace._failed += 1
-                else:
+                if error is None:
                     trace._delivered += 1
-                    if trace._first is None:
-                        trace._first, trace._waited_to_first = now, trace.seconds_waited
+                else:
+                    trace._failed += 1
+
+    def deliver(self, record: Record, requested: float | None = None) -> None:
+        """Note that the consumer has a chunk's batch, or its error.
+
+        Args:
+            record: The chunk's.
+            requested: When ``next()`` was called, if it was.
+        """
+        now = time.perf_counter()
+        with self._lock:
+            record.requested, record.delivered = requested, now
+            for trace in self._chain:
+                trace._last = now
+                if requested is not None:
+                    trace.seconds_waited += now - requested
+                if trace._first is None and record.error is None:
+                    trace._first, trace._waited_to_first = now, trace.seconds_waited
 
     def wait(self, since: float) -> None:
         """Note that the consumer waited from ``since`` until now, and got no batch."""
