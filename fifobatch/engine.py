@@ -14,7 +14,6 @@ Three parties in the parent process, beside the worker processes:
 the `Engine`, which the supervisor's thread keeps alive, must not refer to it.
 """
 
-import itertools
 import os
 import queue
 import threading
@@ -28,15 +27,18 @@ from typing import Any
 import cloudpickle
 
 from fifobatch import server
+from fifobatch.arena import BOARD_BYTES, Arena, Board, Room
 from fifobatch.completion import BatchFuture
 from fifobatch.errors import ClosedError, WorkerDiedError
+from fifobatch.fetch import Payload, brief
+from fifobatch.flight import Flight, Run
 from fifobatch.pickling import Pickled, loads, rebuild, report
 from fifobatch.plan import Batch, Chunk
 from fifobatch.pool import WorkerPool, at_exit
-from fifobatch.shipping import Shipment, Shipments, cannot_send, pickle_indices
+from fifobatch.shipping import Shipments, cannot_send, pickle_indices
 from fifobatch.trace import Trace
-from fifobatch.transport import BOARD_BYTES, Arena, Board, Parcel
-from fifobatch.worker import Answer, Context, Payload, Task, brief, initialize, load, load_elsewhere
+from fifobatch.transport import Parcel, pack, unpack
+from fifobatch.worker import Answer, Context, Task, initialize, load, load_elsewhere
 
 __all__ = ["CANCEL", "EXIT", "FINISH", "GIVE_UP", "Engine", "Run"]
 
@@ -45,60 +47,7 @@ __all__ = ["CANCEL", "EXIT", "FINISH", "GIVE_UP", "Engine", "Run"]
 GRACE_SECONDS = 5.0
 
 
-class Run:
-    """One iteration over a plan: what is abandoned together.
-
-    Args:
-        engine: Who loads.
-        payload: The plan's shipment.
-        context: The shipment of the surroundings.
-        base_seed: The epoch's base seed.
-        flag: Its place on the board; 0 is never set, for chunks submitted one by one.
-        trace: Where to note what happens.
-    """
-
-    def __init__(
-        self, engine: "Engine", payload: Shipment, context: Shipment, base_seed: int, flag: int, trace: Trace
-    ) -> None:
-        self._engine = engine
-        self.payload = payload
-        self.context = context
-        self.base_seed = base_seed
-        self.flag = flag
-        self.trace = trace
-        self.over = False
-
-    def submit(self, chunk: Chunk) -> BatchFuture:
-        """Start loading ``chunk``."""
-        return self._engine.submit(self, chunk)
-
-    def end(self) -> None:
-        """Give up what is still under way, if anything is. Takes no lock: finalizers call it."""
-        if not self.over and self._engine.pid == os.getpid():
-            self.over = True
-            self.trace.end()
-            if self.flag:
-                self._engine.raise_flag(self.flag)
-            self._engine.inbox.put(self)
-
-
-_keys = itertools.count()
-
-
-class _Flight:
-    """A chunk under way.
-
-    The done callback of the pool's future knows only its key: an executor that keeps its futures keeps no batch so.
-    """
-
-    def __init__(self, run: Run, future: BatchFuture, slot: int) -> None:
-        self.key = next(_keys)
-        self.run = run
-        self.future = future
-        self.slot = slot
-
-
-# Messages of the supervisor's inbox, beside a Run that ended and a _Flight whose payload must be sent again.
+# Messages of the supervisor's inbox, beside a Run that ended and a Flight whose payload must be sent again.
 _LANDED, FINISH, CANCEL, GIVE_UP, EXIT = "landed", "finish", "cancel", "give up", "exit"
 
 
@@ -113,7 +62,7 @@ class Engine:
         self.trace = Trace()
         self._elsewhere = executor
         self._lock = threading.Lock()
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
         self._flags: list[int] = []
         self._closed = False
         self._broken: str | None = None
@@ -135,12 +84,13 @@ class Engine:
 
     # -- consumer's thread
 
-    def start_run(self, payload: Payload, base_seed: int, trace: Trace | None = None) -> Run:
+    def start_run(self, payload: Payload, base_seed: int, window: int, trace: Trace | None = None) -> Run:
         """Publish a plan as it is now.
 
         Args:
             payload: What the workers need of it.
             base_seed: The epoch's base seed.
+            window: How much will be under way at once: so many free slots keep their pages.
             trace: The iteration's; None for chunks submitted one by one, which are delivered when they are done.
 
         Raises:
@@ -148,14 +98,13 @@ class Engine:
             PlanError: It cannot be pickled.
         """
         self._check_open()
-        try:
-            shipment = self._shipments.publish(payload)
-        except Exception as error:  # whatever the user's own pickling raises
-            raise cannot_send(payload, error) from error
+        shipment = self._shipments.publish(payload)
         context = self._shipments.publish(Context.now())
+        if self.arena is not None:
+            self.arena.spare = max(self.arena.spare, window)
         with self._lock:
             flag = self._flags.pop() if trace is not None and self._flags else 0
-        return Run(self, shipment, context, base_seed, flag, trace or self.trace)
+        return Run(shipment, context, base_seed, flag, trace or self.trace, self.submit, self._abandon)
 
     def _check_open(self) -> None:
         if self._closed or self.pid != os.getpid():
@@ -179,14 +128,15 @@ class Engine:
             if self._broken is not None:
                 raise WorkerDiedError(f"{self._broken} Earlier chunks were reported; make a new executor to go on")
             self._start_supervisor()
-            flight = _Flight(run, future, 0 if self.arena is None else self.arena.take())
+            flight = Flight(run, future, None if self.arena is None else self.arena.take())
             self._flights[flight.key] = flight
         try:
             future.inner = self._start(flight, indices)
         except BaseException as error:
             # The pool may have queued the task all the same (an interrupt, a server that does not start), so its slot
             # is not used again.
-            self._land(flight, keep_slot=True)
+            flight.slot = None
+            self._land(flight)
             if isinstance(error, BrokenExecutor):
                 raise self._explain(chunk, error) from error
             raise
@@ -194,10 +144,10 @@ class Engine:
         future.inner.add_done_callback(partial(self._arrived, flight.key))
         return future
 
-    def _start(self, flight: _Flight, indices: Pickled | None, payload: bytes | None = None) -> Future[Answer]:
+    def _start(self, flight: Flight, indices: Pickled | None, payload: bytes | None = None) -> Future[Answer]:
         run, chunk = flight.run, flight.future.chunk
         alive = self._shipments.alive
-        if self.arena is None or self.pool is None or indices is None:
+        if self.arena is None or self.pool is None or indices is None or flight.slot is None:
             assert self._elsewhere is not None
             body = (chunk.number, chunk.indices, chunk.seed)
             return self._elsewhere.submit(load_elsewhere, run.payload.token, payload, alive, body)
@@ -211,14 +161,22 @@ class Engine:
             base_seed=run.base_seed,
             number=chunk.number,
             seed=chunk.seed,
-            indices=self.arena.pack(indices, flight.slot),
+            indices=pack(indices, Room(self.arena, flight.slot)),
             slot=flight.slot,
+            slot_size=self.arena.size(flight.slot),
         )
         return self.pool.submit(load, task.to_bytes())
 
-    def raise_flag(self, flag: int) -> None:
-        """Tell the workers that a run was abandoned (also from a finalizer)."""
-        self._board[flag] = True
+    def _abandon(self, run: Run) -> None:
+        """Give a run up; from any thread, also from a finalizer."""
+        if self.pid == os.getpid():
+            self._raise_flag(run)
+            self.inbox.put(run)
+
+    def _raise_flag(self, run: Run) -> None:
+        """Tell the workers that a run was abandoned."""
+        if run.flag:
+            self._board[run.flag] = True
 
     def _start_supervisor(self) -> None:
         if self._supervisor is None:
@@ -247,8 +205,8 @@ class Engine:
             return
         error = inner.exception()  # not raised: the traceback would keep the frames below, in a manual executor
         if error is not None:  # whatever the pool says of a task that did not run to its end
-            # Its slot is not given back: the worker may still be writing.
-            self._land(flight, keep_slot=True)
+            flight.slot = None  # the worker may still be writing
+            self._land(flight)
             self._settle(flight, self._explain(future.chunk, error))
             return
         kind, body, mark = inner.result()
@@ -258,30 +216,32 @@ class Engine:
         result: Batch[Any] | Exception | None = None
         if kind != "abandoned" and not flight.run.over:
             flight.run.trace.arrive(future.record, *mark)
-            result = self._open(future.chunk, kind, body)
+            result = self._open(flight, kind, body)
         self._land(flight)
         self._settle(flight, result)
 
-    def _open(self, chunk: Chunk, kind: str, body: Any) -> Batch[Any] | Exception:
+    def _open(self, flight: Flight, kind: str, body: Any) -> Batch[Any] | Exception:
+        chunk = flight.future.chunk
         try:
-            if self.arena is not None:
-                body = loads(*self.arena.unpack(Parcel(*body)))
+            if self.arena and flight.slot is not None:
+                slot, flight.slot = flight.slot, None  # the batch gives it back
+                body = loads(*unpack(self.arena, slot, Parcel(*body)))
             return rebuild(body) if kind == "error" else Batch(chunk.number, chunk.indices, body)
         except BaseException as error:  # what unpickling the user's objects raises is this batch's error
             where = f"In the parent, unpickling the batch of chunk {chunk.number} (indices {brief(chunk.indices)})."
             return rebuild(report(error, where))
 
-    def _land(self, flight: _Flight, keep_slot: bool = False) -> None:
+    def _land(self, flight: Flight) -> None:
         flight.future.inner = None  # a cycle through its done callback, which would keep the batch alive
         with self._lock:
             self._flights.pop(flight.key, None)
             closed = self._closed
-        if self.arena is not None and not keep_slot:
+        if self.arena and flight.slot is not None:
             self.arena.give_back(flight.slot)
         if closed or flight.run.over:
             self.inbox.put(_LANDED)
 
-    def _settle(self, flight: _Flight, result: Batch[Any] | Exception | None) -> None:
+    def _settle(self, flight: Flight, result: Batch[Any] | Exception | None) -> None:
         """Complete the future; None: its chunk is not loaded, as nobody wants it."""
         future = flight.future
         if flight.run.trace is self.trace:  # no iterator delivers it
@@ -326,7 +286,7 @@ class Engine:
             if isinstance(message, Run):
                 ended_runs.append(message)
                 self._cancel(message, give_up=True)
-            elif isinstance(message, _Flight):
+            elif isinstance(message, Flight):
                 self._send_again(message)
             elif message in (FINISH, CANCEL, GIVE_UP):
                 ending = True
@@ -344,6 +304,8 @@ class Engine:
             if not self.pool.join(GRACE_SECONDS):  # a thread of the user's keeps a worker from ending
                 self.kill()
                 self.pool.join(None)
+        if self.arena is not None:
+            self.arena.close()
         if self._end_lease is not None:
             self._end_lease()
 
@@ -354,8 +316,7 @@ class Engine:
         for flight in flights:
             if give_up:
                 flight.run.over = True
-                if flight.run.flag:
-                    self.raise_flag(flight.run.flag)
+                self._raise_flag(flight.run)
             flight.future.cancel()
 
     def _free_flags(self, ended: list[Run]) -> list[Run]:
@@ -368,7 +329,7 @@ class Engine:
                     self._flags.append(run.flag)
         return [run for run in ended if run in busy]
 
-    def _send_again(self, flight: _Flight) -> None:
+    def _send_again(self, flight: Flight) -> None:
         try:
             flight.future.inner = self._start(flight, None, cloudpickle.dumps(flight.run.payload.content))
         except Exception as error:  # the user's pickling, or an executor that takes no more: this chunk's error

@@ -15,10 +15,10 @@ from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 from fifobatch.completion import Completions
 from fifobatch.errors import ClosedError, SampleError
 from fifobatch.executor import BatchExecutor
+from fifobatch.fetch import Located, Payload, fetch, seeds
 from fifobatch.plan import Batch, BatchPlan, Chunk
 from fifobatch.progress import Progress
 from fifobatch.trace import Record, Span, Statistics, Trace
-from fifobatch.worker import Located, Payload, fetch, seeds
 
 __all__ = ["InProcess", "LoaderIterator", "pin"]
 

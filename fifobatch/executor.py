@@ -16,11 +16,11 @@ from fifobatch import server
 from fifobatch.completion import BatchFuture, Completions
 from fifobatch.engine import CANCEL, FINISH, GIVE_UP, Engine, Run
 from fifobatch.errors import PlanError
+from fifobatch.fetch import Payload
 from fifobatch.plan import Batch, BatchPlan, Chunk
 from fifobatch.pool import cpu_count, loky_pool
 from fifobatch.trace import Span, Statistics, Trace
 from fifobatch.window import Window, check_count
-from fifobatch.worker import Payload
 
 __all__ = ["BatchExecutor"]
 
@@ -104,7 +104,7 @@ class BatchExecutor:
         """
         run = self._runs.get(plan)
         if run is None:
-            run = self._runs[plan] = self._engine.start_run(self._payload(plan), plan.seed)
+            run = self._runs[plan] = self._engine.start_run(self._payload(plan), plan.seed, 2 * self.max_workers)
         return run.submit(chunk)
 
     def as_completed(self, plan: BatchPlan, *, window: int | None = None) -> Iterator[Any]:
@@ -155,7 +155,7 @@ class BatchExecutor:
         run = None
         if first:
             payload = self._payload(plan, num_workers, worker_init_fn)
-            run = self._engine.start_run(payload, plan.seed, trace)
+            run = self._engine.start_run(payload, plan.seed, window.size, trace)
             self._latest[plan if owner is None else owner] = run
         return Completions(itertools.chain(first, chunks), run, window, select, trace, self, timeout)
 

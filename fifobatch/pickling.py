@@ -76,12 +76,12 @@ def dumps(obj: object, *, classes_by_id: bool = False) -> Pickled:
     return Pickled(file.getvalue(), pickler.blocks, pickler.modules, pickler.shares_memory)
 
 
-def loads(data: bytes | bytearray, buffers: Sequence[Any] = ()) -> Any:
+def loads(data: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
     """Unpickle what `dumps` made; the objects are built over ``buffers``, which must be writable."""
     return pickle.loads(data, buffers=buffers)
 
 
-def loads_sent(data: bytes | bytearray, buffers: Sequence[Any] = ()) -> Any:
+def loads_sent(data: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
     """Unpickle in a worker what the parent sent, and remember the classes that came with it."""
     before = set(_cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID)
     result = loads(data, buffers)

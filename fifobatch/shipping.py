@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from fifobatch.arena import ALIGNMENT, Arena, Place, Room
 from fifobatch.errors import PlanError
+from fifobatch.fetch import Payload
 from fifobatch.pickling import Pickled, dumps, find_culprit, sent_classes
-from fifobatch.transport import Arena, Parcel
-from fifobatch.worker import Context, Payload, plans_here
+from fifobatch.transport import Parcel, holds, pack, places
+from fifobatch.worker import Context, plans_here
 
 __all__ = ["Shipment", "Shipments", "cannot_send", "pickle_indices"]
 
@@ -31,18 +33,22 @@ class Shipment:
     def __init__(self, content: Payload | Context, arena: Arena | None = None, pickled: Pickled | None = None) -> None:
         self.token = next(_tokens)
         self.content = content
-        self.parcel = Parcel(0, 0)
+        self.parcel = Parcel()
         self._classes: list[type] = []
         if arena is not None and pickled is not None:
-            slot = arena.take()
-            self.parcel = arena.pack(pickled, slot)
+            self.parcel = pack(pickled, Room(arena, None, pickled.nbytes + 2 * ALIGNMENT * len(pickled.buffers)))
             self._classes = sent_classes()  # what comes back names them by id
-            done: Callable[[], object] = partial(arena.give_back, slot, release_memory=True)
+            done: Callable[[], object] = partial(_punch, arena, places(arena, self.parcel))
         else:
             if isinstance(content, Payload):
                 plans_here[self.token] = content
             done = partial(plans_here.pop, self.token, None)
         weakref.finalize(self, done).atexit = False
+
+
+def _punch(arena: Arena, used: list[Place]) -> None:
+    for place in used:
+        arena.punch(place)
 
 
 class Shipments:
@@ -67,16 +73,20 @@ class Shipments:
         """Ship ``content``, unless the workers have just these bytes already.
 
         Raises:
-            Exception: Whatever pickling the user's objects raises.
+            OSError: There is no memory for it.
+            PlanError: It cannot be pickled.
         """
         if self._arena is None or self._expect_modules is None:
             shipment = Shipment(content)
         else:
-            pickled = dumps(content)
+            try:
+                pickled = dumps(content)
+            except Exception as error:  # whatever the user's own pickling raises
+                raise cannot_send(content, error) from error
             with self._lock:
                 published = list(self._published.values())
             for shipment in published:
-                if type(shipment.content) is type(content) and self._arena.holds(shipment.parcel, pickled):
+                if type(shipment.content) is type(content) and holds(self._arena, shipment.parcel, pickled):
                     return shipment
             if pickled.shares_memory:
                 warnings.warn(

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from fifobatch.fetch import brief
 from fifobatch.trace import Statistics
-from fifobatch.worker import brief
 
 __all__ = ["describe_dataset", "html_table", "line"]
 

@@ -4,50 +4,37 @@
 
     load(task)                        one call a chunk, from the pool
         -> _Worker.plan(task)         the dataset's copy in this process, unpickled at its first chunk
-        -> seeds(chunk.seed)          random, NumPy and torch
-        -> fetch(plan, indices)       dataset[i] for each index, then collate_fn
-        -> arena.pack(batch, slot)    into shared memory; only the parcel goes back through the pipe
+        -> seed_all(chunk.seed)       random, NumPy and torch
+        -> fetch(plan, indices)       dataset[i] for each index, then collate_fn: torch's default stacks into the slot
+        -> pack(dumps(batch), room)   the rest into the slot; only the parcel goes back through the pipe
 
 Nothing that the user's code raises leaves `load` as an exception: the pool would break on what it cannot unpickle.
 Errors leave as a packed `Report`.
-
-`fetch` and `seeds` also run in the parent, where there are no workers (``num_workers=0``).
 """
 
 import importlib
 import os
 import pickle
 import platform
-import random
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from multiprocessing import connection, current_process, parent_process
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data
 from torch.utils.data._utils import worker as _torch_worker
-from torch.utils.data._utils.collate import default_collate
 
+from fifobatch.arena import Arena, Board, Room
+from fifobatch.fetch import ABANDONED, Located, Payload, brief, fetch, seed_all
 from fifobatch.pickling import Pickled, Report, dumps, loads_sent, report
 from fifobatch.serve import leave_to_parent
-from fifobatch.transport import Arena, Board, Parcel
+from fifobatch.transport import Parcel, pack, read, unpack_private
 
-__all__ = ["Answer", "Context", "Located", "Payload", "Task", "fetch", "initialize", "load", "load_elsewhere", "seeds"]
-
-
-class Payload(NamedTuple):
-    """What a worker needs of a plan, shipped once: it becomes the worker's own copy."""
-
-    dataset: Any
-    collate_fn: Callable[[Any], Any]
-    collates: bool
-    worker_init_fn: Callable[[int], None] | None
-    num_workers: int
+__all__ = ["Answer", "Context", "Task", "initialize", "load", "load_elsewhere"]
 
 
 class Context(NamedTuple):
@@ -91,6 +78,7 @@ class Task(NamedTuple):
         seed: The chunk's seed.
         indices: The chunk's indices, pickled: their parcel.
         slot: Where the batch goes.
+        slot_size: How many bytes of the slot have their pages already.
     """
 
     payload_token: int
@@ -104,6 +92,7 @@ class Task(NamedTuple):
     seed: int
     indices: Parcel
     slot: int
+    slot_size: int
 
     def to_bytes(self) -> bytes:
         """Pickle it without naming classes: 2 us instead of 14, or 50 with cloudpickle."""
@@ -139,7 +128,7 @@ class _Worker:
         for token in [token for token in self.payloads if token not in task.alive]:
             del self.payloads[token]
         if task.context_token != self.context:
-            context: Context = loads_sent(*self.arena.unpack(task.context))
+            context: Context = loads_sent(*read(self.arena, task.context))
             context.apply()
             self.context = task.context_token
         token = task.payload_token
@@ -151,7 +140,7 @@ class _Worker:
 
     def _install(self, task: Task) -> Payload:
         try:
-            payload: Payload = loads_sent(*self.arena.unpack(task.payload))
+            payload: Payload = loads_sent(*unpack_private(self.arena, task.payload))
         except BaseException as error:  # whatever the user's __setstate__ raises gets its place and goes on
             raise Located("unpickling the dataset", error) from None
         if payload.worker_init_fn is not None:
@@ -204,9 +193,11 @@ def load(data: bytes) -> Answer:
     started = time.perf_counter()
     task = Task.from_bytes(data)
     where = f"preparing chunk {task.number}"
+    worker.arena.expect(task.slot, task.slot_size)
+    room = Room(worker.arena, task.slot)
 
     def answer(kind: str, pickled: Pickled | None) -> Answer:
-        body = None if pickled is None else tuple(worker.arena.pack(pickled, task.slot))
+        body = None if pickled is None else tuple(pack(pickled, room))
         size = 0 if pickled is None else pickled.nbytes
         return kind, body, (worker.number, started, time.perf_counter(), size)
 
@@ -214,15 +205,19 @@ def load(data: bytes) -> Answer:
         if worker.board[task.run]:
             return answer("abandoned", None)
         plan = worker.plan(task)
-        indices = loads_sent(*worker.arena.unpack(task.indices))
+        indices = loads_sent(*read(worker.arena, task.indices))
         seed_all(task.seed)
-        batch = fetch(plan, indices, task.number, lambda: worker.board[task.run])
+        batch = fetch(plan, indices, task.number, lambda: worker.board[task.run], room)
         if batch is ABANDONED:
             return answer("abandoned", None)
         where = f"packing the batch of chunk {task.number} (indices {brief(indices)})"
         return answer("batch", dumps(batch, classes_by_id=True))
     except BaseException as error:  # the process boundary: what the user's code raises must not break the pool
-        return answer("error", dumps(_report(error, where)))
+        told = _report(error, where)
+        try:
+            return answer("error", dumps(told))
+        except OSError:  # no memory even for that: what goes through the pipe has to do
+            return answer("error", dumps(told._replace(pickled=None, text=told.text[:400], note=told.note[:400])))
 
 
 # Plans of this very process, by token: an executor that stays in the process (threads) needs no copy.
@@ -266,118 +261,7 @@ def load_elsewhere(token: int, payload: bytes | None, alive: tuple[int, ...], ch
         return answer("error", _report(error, where))
 
 
-# -- also in the parent, where there are no workers --------------------------------------------------------------------
-
-ABANDONED = object()
-
-
-class Located(Exception):
-    """Says where the user's code failed, and carries what it raised.
-
-    Attributes:
-        error: What it raised.
-    """
-
-    def __init__(self, where: str, error: BaseException) -> None:
-        super().__init__(where)
-        self.error = error
-
-
-def fetch(plan: Payload, indices: Any, number: int, abandoned: Callable[[], bool] = lambda: False) -> Any:
-    """Return the collated batch of one chunk; `ABANDONED` if nobody wants it any more.
-
-    Raises:
-        Located: From whatever the user's code raises.
-    """
-    dataset = plan.dataset
-    doing = f"reading the indices {brief(indices)} of chunk {number}"
-    try:
-        if not plan.collates:
-            doing = f"loading dataset[{brief(indices)}], chunk {number}"
-            samples = dataset[indices]
-        elif _fetches_lists(type(dataset)):
-            doing = f"dataset.__getitems__({brief(indices)}), chunk {number}"
-            samples = dataset.__getitems__(indices)
-            if len(samples) != len(indices):
-                raise ValueError(
-                    f"{type(dataset).__name__}.__getitems__ returned {len(samples)} samples for {len(indices)} indices"
-                )
-        else:
-            samples = []
-            for index in indices:
-                if abandoned():
-                    return ABANDONED
-                doing = f"loading dataset[{brief(index)}], chunk {number} (indices {brief(indices)})"
-                samples.append(dataset[index])
-        doing = f"collate_fn, chunk {number} (indices {brief(indices)})"
-        return _collate(plan, samples)
-    except BaseException as error:  # whatever it is, it gets its place and goes on
-        raise Located(doing, error) from None
-
-
-def _collate(plan: Payload, samples: Any) -> Any:
-    if plan.collate_fn is not default_collate or _torch_worker._worker_info is None:
-        return plan.collate_fn(samples)
-    # In a worker, torch's default_collate stacks into fresh shared memory of torch's own. Ours is ready already.
-    info, _torch_worker._worker_info = _torch_worker._worker_info, None
-    try:
-        return plan.collate_fn(samples)
-    finally:
-        _torch_worker._worker_info = info
-
-
-def _fetches_lists(cls: type) -> bool:
-    """Whether ``__getitems__`` is to be used: there, not None, and not below an overridden ``__getitem__``.
-
-    Looked up on the class: a wrapper that forwards every attribute has no ``__getitems__`` of its own, and a subclass
-    of ``Subset`` that overrides ``__getitem__`` means it.
-    """
-    for base in cls.__mro__:
-        if "__getitems__" in vars(base):
-            return callable(vars(base)["__getitems__"])
-        if "__getitem__" in vars(base):
-            return False
-    return False
-
-
 def _report(error: BaseException, where: str) -> Report:
     if isinstance(error, Located):
         error, where = error.error, str(error)
     return report(error, f"In fifobatch worker {os.getpid()}, {where}.")
-
-
-def brief(indices: object) -> str:
-    """Return ``indices`` as text for a message, at most 100 characters of it."""
-    try:
-        text = repr(indices)
-    except Exception as error:  # the user's __repr__, inside an error message
-        text = f"<{type(indices).__name__}, and its repr raises {type(error).__name__}>"
-    return text if len(text) <= 100 else text[:97] + "..."
-
-
-def seed_all(seed: int) -> None:
-    """Seed ``random``, NumPy (if it is imported) and torch's CPU generator with 64 bits.
-
-    ``torch.default_generator`` instead of ``torch.manual_seed``: 2 us instead of 250.
-    """
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed % 2**64)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF])
-
-
-@contextmanager
-def seeds(seed: int) -> Iterator[None]:
-    """Seed as a worker would, and put this process's own random state back afterwards."""
-    numpy = sys.modules.get("numpy")
-    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    seed_all(seed)
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        torch.default_generator.set_state(torch_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)

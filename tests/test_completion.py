@@ -33,9 +33,9 @@ from fifobatch import (
     WorkerDiedError,
 )
 from fifobatch.completion import Completions
+from fifobatch.fetch import seeds
 from fifobatch.testing import ManualExecutor
 from fifobatch.window import Window
-from fifobatch.worker import seeds
 
 PATIENCE = 60.0  # seconds until a test that waits for an event gives up: a hang becomes a failure, nothing is timed
 

@@ -1,0 +1,365 @@
+"""The memory that batches and datasets travel in: one anonymous memory file, and one mapping of it a side.
+
+The parent makes the file (memfd), the workers inherit its descriptor. It is sparse: everything has its place at a fixed
+offset, far from the next, and only what was written takes memory. It has no name, so a killed process leaves nothing
+behind, nobody else can open it, and the size of /dev/shm does not matter.
+
+::
+
+    0        the board, in the place of slot 0
+    1..      slots, SLOT_BYTES apart: the first SLOTS of them lie in the mapping, whatever the number of batches kept
+    ANNEXES  an annex a slot, ANNEX_BYTES apart, for what does not fit in the slot, or where there is no mapping
+    SHIPPED  datasets, one behind the other, each place used once
+
+A slot is taken by the parent, written by one worker at a time, and lent to the tensors of one batch. When the last of
+them is gone, it is given back and taken again, its pages being there already. It is given back at once where nobody
+will read it, and never where its writer may still be writing: then all goes with the file.
+
+Lent slots come back in whatever thread and at whatever moment a tensor dies, inside any lock. So slots are kept without
+one, in deques, whose operations are atomic.
+"""
+
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from typing import Any
+
+__all__ = ["ALIGNMENT", "BOARD_BYTES", "Arena", "Board", "Place", "Room"]
+
+SLOT_BYTES = 2**28  # 256 MiB, and 2**14 of them are 4 TiB of address space: it has room for 31 such mappings
+SLOTS = 2**14
+MAPPED = SLOT_BYTES * SLOTS
+ANNEXES, ANNEX_BYTES = 2**42, 2**40
+SHIPPED = 2**62
+FILE_BYTES = 2**63 - mmap.PAGESIZE
+ALIGNMENT = 64  # bytes; a cache line, and what torch's own allocator gives
+BOARD_BYTES = 4096
+MAP_BYTES = 2**24  # outside the mapping, what is smaller is copied: a mapping of its own costs a descriptor
+COMPARE_BYTES = 2**20
+
+MADV_POPULATE_WRITE = 23  # Linux 5.14; <linux/mman.h>
+FALLOC_FL_KEEP_SIZE_PUNCH_HOLE = 3  # <linux/falloc.h>
+MAP_NORESERVE = 0x4000  # <asm-generic/mman-common.h>
+
+Place = tuple[int, int]  # offset in the file, and size, in bytes
+
+_Slot = ctypes.c_char * SLOT_BYTES
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Arena:
+    """The memory file, seen from one process.
+
+    Args:
+        fd: The descriptor that a worker inherited; None makes a new file.
+
+    Attributes:
+        fd: The file's descriptor.
+        spare: How many free slots keep their pages; those of further ones go back to the system.
+
+    Raises:
+        OSError: The system gives no memory file.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("fifobatch", os.MFD_CLOEXEC) if fd is None else fd
+        finalizer = weakref.finalize(self, os.close, self.fd)
+        finalizer.atexit = False  # the system closes it
+        if fd is None:
+            os.ftruncate(self.fd, FILE_BYTES)
+        self.spare = 1
+        self._pid = os.getpid()
+        self._mapping = self._map_slots()
+        self._numbers = itertools.count(1)
+        self._shipped = SHIPPED
+        self._shipping = threading.Lock()
+        self._free: deque[int] = deque()  # with their pages
+        self._bare: deque[int] = deque()
+        self._sizes: dict[int, int] = {}  # bytes of a slot whose pages are there
+        self._annexed: set[int] = set()
+
+    def _map_slots(self) -> mmap.mmap | None:
+        """Map all slots at once; None where there is no address space for that (RLIMIT_AS, many arenas)."""
+        try:
+            mapping = mmap.mmap(self.fd, MAPPED)
+        except OSError:
+            return None
+        mapping.madvise(mmap.MADV_DONTDUMP)
+        return mapping
+
+    # -- slots, in the parent
+
+    def take(self) -> int:
+        """Return the number of a slot that nobody uses: the one used last, if there is one."""
+        for slots in (self._free, self._bare):
+            try:
+                return slots.pop()
+            except IndexError:  # none, or another thread was quicker
+                pass
+        return next(self._numbers)
+
+    def give_back(self, slot: int) -> None:
+        """Let ``slot`` be used again, and keep its pages for that, unless there are enough free ones."""
+        if self._pid != os.getpid():  # in a child of os.fork(), where a copy of a lent tensor died
+            return
+        if len(self._free) < self.spare:
+            self._free.append(slot)
+        else:
+            self._release(slot)
+
+    def lend(self, slot: int, places: list[Place]) -> list[memoryview]:
+        """Return the writable contents of ``places``. When nobody refers to them any more, ``slot`` is given back.
+
+        Raises:
+            OSError: There is no memory.
+        """
+        try:
+            owners, blocks = self._lent(slot, places)
+        except BaseException:
+            self.give_back(slot)
+            raise
+        users = deque(range(len(owners) - 1))
+        for owner in owners:
+            weakref.finalize(owner, self._returned, slot, users).atexit = False
+        if not owners:
+            self.give_back(slot)
+        return blocks
+
+    def _lent(self, slot: int, places: list[Place]) -> tuple[list[Any], list[memoryview]]:
+        """Return what owns the memory of ``places``, and views of it; the owners live as long as the views."""
+        owners: list[Any] = []
+        blocks = []
+        start = slot * SLOT_BYTES
+        whole = None
+        for offset, size in places:
+            if self._mapping is not None and offset < MAPPED:
+                if whole is None:
+                    owners.append(_Slot.from_buffer(self._mapping, start))
+                    whole = memoryview(owners[-1]).cast("B")
+                blocks.append(whole[offset - start : offset - start + size])
+                self._sizes[slot] = max(self._sizes.get(slot, 0), offset - start + size)
+                continue
+            if offset >= ANNEXES:
+                self._annexed.add(slot)
+            block = self._map_block(offset, size) if size >= MAP_BYTES else None
+            if block is None:
+                blocks.append(memoryview(self.read((offset, size))))
+            else:
+                owners.append(block.obj)
+                blocks.append(block)
+        return owners, blocks
+
+    def _returned(self, slot: int, users: deque[int]) -> None:
+        """Note that one of the owners of a lent slot is gone; the last one finds ``users`` empty."""
+        try:
+            users.pop()
+        except IndexError:
+            self.give_back(slot)
+
+    def size(self, slot: int) -> int:
+        """Return how many bytes of a slot, from its start, have their pages already."""
+        return self._sizes.get(slot, 0)
+
+    def close(self) -> None:
+        """Give the pages of all free slots back to the system, and of others when they come back."""
+        self.spare = 0
+        while self._free:
+            self._release(self._free.pop())
+
+    def _release(self, slot: int) -> None:
+        self._sizes.pop(slot, None)
+        if slot < SLOTS:
+            self.punch((slot * SLOT_BYTES, SLOT_BYTES))
+        if slot >= SLOTS or self._mapping is None or slot in self._annexed:
+            self._annexed.discard(slot)
+            self.punch((ANNEXES + slot * ANNEX_BYTES, ANNEX_BYTES))
+        self._bare.append(slot)
+
+    # -- anything, on both sides
+
+    def reserve(self, size: int) -> int:
+        """Return the offset of a place of ``size`` bytes that was never used and will not be used again."""
+        with self._shipping:
+            offset = self._shipped
+            self._shipped += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        return offset
+
+    def punch(self, place: Place) -> None:
+        """Give the pages of ``place`` back to the system."""
+        if self._pid == os.getpid():
+            offset, size = (ctypes.c_longlong(number) for number in place)
+            _libc.fallocate(self.fd, FALLOC_FL_KEEP_SIZE_PUNCH_HOLE, offset, size)
+
+    def write(self, block: memoryview, offset: int) -> None:
+        """Write ``block`` at ``offset``.
+
+        Raises:
+            OSError: There is no memory for it.
+        """
+        while block.nbytes:  # one call writes at most 2 GiB
+            written = os.pwrite(self.fd, block, offset)
+            block, offset = block[written:], offset + written
+
+    def read(self, place: Place) -> bytearray:
+        """Return a copy of ``place``."""
+        offset, size = place
+        block = bytearray(size)
+        view = memoryview(block)
+        while view:
+            count = os.preadv(self.fd, [view], offset)
+            view, offset = view[count:], offset + count
+        return block
+
+    def holds(self, place: Place, block: memoryview) -> bool:
+        """Whether ``place`` holds just these bytes, compared at memcmp's speed."""
+        offset, size = place
+        if size != block.nbytes:
+            return False
+        for start in range(0, size, COMPARE_BYTES):
+            part = bytes(block[start : start + COMPARE_BYTES])  # bytes compare by memcmp, memoryviews item by item
+            if os.pread(self.fd, len(part), offset + start) != part:
+                return False
+        return True
+
+    def private(self, places: list[Place]) -> list[memoryview]:
+        """Return the contents of ``places``, shared with all that read them; what is written is this process's own."""
+        if not places:
+            return []
+        first = min(offset for offset, _ in places)
+        last = max(offset + size for offset, size in places)
+        first -= first % mmap.PAGESIZE
+        flags, protection = mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+        try:
+            mapping = memoryview(mmap.mmap(self.fd, last - first, flags=flags, prot=protection, offset=first))
+        except OSError:  # no address space (RLIMIT_AS)
+            return [memoryview(self.read(place)) for place in places]
+        return [mapping[offset - first : offset - first + size] for offset, size in places]
+
+    def _map_block(self, offset: int, size: int) -> memoryview | None:
+        before = offset % mmap.PAGESIZE
+        try:
+            mapping = mmap.mmap(self.fd, size + before, offset=offset - before)
+        except OSError:  # no address space, no descriptor
+            return None
+        return memoryview(mapping)[before:]
+
+    def near(self, slot: int, start: int, end: int) -> memoryview | None:
+        """Return this part of a slot for writing in place, with all its pages there; None if that cannot be.
+
+        Raises:
+            OSError: There is no memory for it.
+        """
+        if self._mapping is None or slot >= SLOTS or end > SLOT_BYTES:
+            return None
+        ready = self._sizes.get(slot, 0)
+        if end > ready:
+            ready -= ready % mmap.PAGESIZE
+            try:
+                self._mapping.madvise(MADV_POPULATE_WRITE, slot * SLOT_BYTES + ready, end - ready)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                os.posix_fallocate(self.fd, slot * SLOT_BYTES + ready, end - ready)  # an older kernel
+            self._sizes[slot] = end
+        return memoryview(_Slot.from_buffer(self._mapping, slot * SLOT_BYTES)).cast("B")[start:end]
+
+    def expect(self, slot: int, size: int) -> None:
+        """Note how many bytes of a slot have their pages, as the parent knows it: it may have given them back."""
+        self._sizes[slot] = min(self._sizes.get(slot, 0), size)
+
+
+class Room:
+    """Places in the file for one object: in a slot and its annex, or in a reserved place.
+
+    Args:
+        arena: The file.
+        slot: The slot to write to; None for a reserved place.
+        size: How much to reserve.
+    """
+
+    def __init__(self, arena: Arena, slot: int | None, size: int = 0) -> None:
+        self.arena = arena
+        self._slot = slot
+        self._end = 0  # in the slot
+        if slot is None:
+            self._far = arena.reserve(size)
+        else:
+            self._far = ANNEXES + slot * ANNEX_BYTES
+        self._placed: dict[int, Place] = {}  # by address
+
+    def allocate(self, size: int) -> memoryview | None:
+        """Return memory of the slot's own, to make something in that needs no copy then; None if there is none.
+
+        Raises:
+            OSError: There is no memory.
+        """
+        if self._slot is None:
+            return None
+        start = -(-self._end // ALIGNMENT) * ALIGNMENT
+        try:
+            block = self.arena.near(self._slot, start, start + size)
+        except OSError as error:
+            raise _no_memory(error, size) from error
+        if block is not None:
+            self._end = start + size
+            self._placed[_address(block)] = (self._slot * SLOT_BYTES + start, size)
+        return block
+
+    def put(self, block: memoryview) -> Place:
+        """Return where ``block`` lies now: it is copied, unless it is what `allocate` returned.
+
+        Raises:
+            OSError: There is no memory.
+        """
+        place = None if block.readonly else self._placed.get(_address(block))
+        if place is not None and place[1] == block.nbytes:
+            return place
+        start = -(-self._end // ALIGNMENT) * ALIGNMENT
+        if self._slot is not None and self._slot < SLOTS and start + block.nbytes <= SLOT_BYTES:
+            offset = self._slot * SLOT_BYTES + start
+            self._end = start + block.nbytes
+        else:
+            granule = ALIGNMENT if block.nbytes < MAP_BYTES else mmap.PAGESIZE
+            offset = -(-self._far // granule) * granule
+            self._far = offset + block.nbytes
+        try:
+            self.arena.write(block, offset)
+        except OSError as error:
+            raise _no_memory(error, block.nbytes) from error
+        return offset, block.nbytes
+
+
+def _no_memory(error: OSError, size: int) -> OSError:
+    return OSError(
+        error.errno,
+        f"no shared memory for {size:,} bytes ({os.strerror(error.errno or 0)}): turn down batch_size, window, or the "
+        "number of workers",
+    )
+
+
+def _address(block: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(block)) if block.nbytes else 0
+
+
+class Board:
+    """One flag a run, in the file's first page: whether the run was abandoned.
+
+    The parent sets flags (also from a finalizer: setting a byte takes no lock), workers read them.
+
+    Args:
+        arena: The arena whose first page it is.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._flags = mmap.mmap(arena.fd, BOARD_BYTES, mmap.MAP_SHARED)
+
+    def __getitem__(self, run: int) -> bool:
+        return self._flags[run] != 0
+
+    def __setitem__(self, run: int, abandoned: bool) -> None:
+        self._flags[run] = abandoned
