@@ -158,7 +158,7 @@ def _brief(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
-def plot_timeline(spans: Iterable[Span]) -> "Figure":
+def plot_timeline(spans: Iterable[Span], seconds: float | None = None) -> "Figure":
     """Draw a timeline with matplotlib.
 
     A lane a worker with a bar a chunk, coloured by how long it took to load; below, a mark for each delivery. While the
@@ -167,6 +167,7 @@ def plot_timeline(spans: Iterable[Span]) -> "Figure":
 
     Args:
         spans: What ``timeline()`` returns.
+        seconds: How far the time axis goes at least, so that timelines can be compared.
 
     Raises:
         ImportError: There is no matplotlib.
@@ -183,15 +184,15 @@ def plot_timeline(spans: Iterable[Span]) -> "Figure":
     drawing = _draw(spans)
     rows = len(drawing.lanes) + 1
     figure, axes = pyplot.subplots(figsize=(9, min(12.0, 1.95 + 0.34 * rows)), layout="constrained")
-    boxes, seconds = [], []
+    boxes, loads = [], []
     for row, lane in enumerate(drawing.lanes.values()):
         for span, (begin, end) in lane:
             boxes.append([(begin, row - 0.4), (end, row - 0.4), (end, row + 0.4), (begin, row + 0.4)])
-            seconds.append(span.load_seconds)
+            loads.append(span.load_seconds)
     # cividis: made to look alike with and without colour blindness (Nuñez, Anderton and Renslow, PLOS ONE 13(7), 2018).
-    bars = PolyCollection(boxes, array=seconds, cmap="cividis", edgecolors="white", zorder=2)
+    bars = PolyCollection(boxes, array=loads, cmap="cividis", edgecolors="white", zorder=2)
     bars.set_linewidth(0.5 if len(boxes) < 100 * rows else 0)  # else the edges would cover what they surround
-    bars.set_clim(0, max([*seconds, STRAGGLER * drawing.median]) if seconds else 1.0)  # bright: a straggler
+    bars.set_clim(0, max([*loads, STRAGGLER * drawing.median]) if loads else 1.0)  # bright: a straggler
     axes.add_collection(bars)
     figure.colorbar(bars, ax=axes, label="load time (s)", pad=0.01)
     axes.broken_barh(
@@ -208,7 +209,7 @@ def plot_timeline(spans: Iterable[Span]) -> "Figure":
     places = {
         span: (row, sum(interval) / 2) for row, lane in enumerate(drawing.lanes.values()) for span, interval in lane
     }
-    end = drawing.end or 1.0
+    end = max(drawing.end, seconds or 0.0) or 1.0
     labels: list[tuple[int, float, float]] = []
     for span in drawing.stragglers:
         row, middle = places[span]
@@ -227,7 +228,7 @@ def plot_timeline(spans: Iterable[Span]) -> "Figure":
     _, waited = _shade(drawing.waits, 1.0, 1)
     counts = f"{len(drawing.delivered):,} {'batch' if len(drawing.delivered) == 1 else 'batches'}"
     counts += f" and {len(drawing.failed):,} failed" if drawing.failed else ""
-    title = f"{counts} in {_brief(drawing.end)}; the consumer waited {waited / end:.0%} of the time"
+    title = f"{counts} in {_brief(drawing.end)}; the consumer waited {waited / max(drawing.end, 1e-9):.0%} of the time"
     axes.set_title(title if names[1:] or drawing.waits else NOTHING, fontsize=10, loc="left")
     figure.legend(loc="outside lower right", ncols=3, frameon=False, fontsize=8)
     if mpl.get_backend().endswith("inline"):
