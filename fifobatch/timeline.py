@@ -91,7 +91,7 @@ def format_timeline(spans: Iterable[Span], width: int | None = None) -> str:
         width: Columns to use; None for the terminal's width, or 80 where there is none.
     """
     drawing = _draw(spans)
-    if not drawing.lanes and not drawing.delivered:
+    if not drawing.lanes and not drawing.delivered and not drawing.failed:
         return f"Nothing was loaded yet; {drawing.pending:,} chunks are under way." if drawing.pending else NOTHING
     label = max(len(name) for name in [*drawing.lanes, "delivered"]) + 2
     width = shutil.get_terminal_size((80, 24)).columns if width is None else width
@@ -222,7 +222,8 @@ def plot_timeline(spans: Iterable[Span], seconds: float | None = None) -> "Figur
     axes.set_xlim(0, 1.01 * end)  # a mark at the very end is seen, too
     axes.set_ylim(rows - 0.4, -0.6)  # worker 0 at the top
     names = [*drawing.lanes, "delivered"]
-    shown = [*range(0, rows - 1, math.ceil(rows / 40)), rows - 1]
+    step = math.ceil(rows / 40)
+    shown = [*range(0, rows - step, step), rows - 1]
     axes.set_yticks(shown, [names[row] for row in shown])
     axes.set_xlabel("seconds since the first chunk was submitted")
     _, waited = _shade(drawing.waits, 1.0, 1)
