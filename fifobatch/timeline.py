@@ -3,6 +3,7 @@
 import math
 import shutil
 import statistics
+import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +16,7 @@ __all__ = ["format_timeline", "plot_timeline"]
 
 STRAGGLER = 3.0  # times the median load time
 LABELLED = 8  # the most stragglers that are named
+CHARACTER = 0.009  # the width of one in a picture's label, as a share of the axes
 LEVELS = " ▁▂▃▄▅▆▇█"
 Interval = tuple[float, float]
 
@@ -27,6 +29,7 @@ class _Drawing(NamedTuple):
     waits: list[Interval]
     delivered: list[float]
     failed: list[float]
+    median: float  # of the load times
     stragglers: list[Span]  # the slowest first
     pending: int  # chunks of which nothing is known but that they were submitted
 
@@ -58,6 +61,7 @@ def _draw(spans: Iterable[Span]) -> _Drawing:
         ],
         delivered=[span.delivered - start for span in spans if span.delivered is not None and span.error is None],
         failed=[span.delivered - start for span in spans if span.delivered is not None and span.error is not None],
+        median=median,
         stragglers=sorted(slow, key=lambda span: -span.load_seconds)[:LABELLED],
         pending=sum(span.delivered is None and span.loaded is None for span in spans),
     )
@@ -72,12 +76,12 @@ def format_timeline(spans: Iterable[Span], width: int | None = None) -> str:
         >>> spans = [
         ...     Span(0, worker=0, submitted=0.0, started=0.0, loaded=1.9, delivered=2.0, **times),
         ...     Span(1, worker=1, submitted=0.0, started=0.5, loaded=1.0, delivered=1.0, **times)]
-        >>> print(format_timeline(spans, width=37))
-                   0 s              2 s
-        worker 0   ▐███████ 0 ████████   95%
-        worker 1        ▐ 1 █            25%
-        delivered            1        1
-        waiting    ████████████████████ 100%
+        >>> print(format_timeline(spans, width=77))
+                   0 s                                                      2 s
+        worker 0   ▐██████████████████████████ 0 ███████████████████████████     95%
+        worker 1                  ▐█████ 1 ██████                                25%
+        delivered                                1                            1
+        waiting    ████████████████████████████████████████████████████████████ 100%
         <BLANKLINE>
         █ loading, with the chunk's number where it fits (% of the time)
         delivered: batches a column; waiting: the consumer was inside next()
@@ -87,10 +91,11 @@ def format_timeline(spans: Iterable[Span], width: int | None = None) -> str:
         width: Columns to use; None for the terminal's width, or 80 where there is none.
     """
     drawing = _draw(spans)
-    if not drawing.lanes and not drawing.delivered:
+    if not drawing.lanes and not drawing.delivered and not drawing.failed:
         return f"Nothing was loaded yet; {drawing.pending:,} chunks are under way." if drawing.pending else NOTHING
     label = max(len(name) for name in [*drawing.lanes, "delivered"]) + 2
-    columns = max(10, (shutil.get_terminal_size((80, 24)).columns if width is None else width) - label - 6)
+    width = shutil.get_terminal_size((80, 24)).columns if width is None else width
+    columns = max(10, width - label - 6)
     scale = columns / max(drawing.end, 1e-9)
     rows = [(f"{'':{label}}0 s{_brief(drawing.end):>{columns - 3}}", "")]
     for name, lane in drawing.lanes.items():
@@ -107,16 +112,20 @@ def format_timeline(spans: Iterable[Span], width: int | None = None) -> str:
     counts = [0] * columns
     for time in [*drawing.delivered, *drawing.failed]:
         counts[min(columns - 1, int(time * scale))] += 1
-    rows.append((f"{'delivered':{label}}" + "".join(_digit(count) for count in counts), ""))
+    marks = [_digit(count) for count in counts]
+    for time in drawing.failed:
+        marks[min(columns - 1, int(time * scale))] = "x"
+    rows.append((f"{'delivered':{label}}" + "".join(marks), ""))
     cells, waited = _shade(drawing.waits, scale, columns)
     rows.append((f"{'waiting':{label}}" + "".join(cells), f"{waited / max(drawing.end, 1e-9):5.0%}"))
     lines = [f"{left:{label + columns}}{right}".rstrip() for left, right in rows]
-    lines += ["", "█ loading, with the chunk's number where it fits (% of the time)"]
-    lines.append("delivered: batches a column; waiting: the consumer was inside next()")
+    notes = ["█ loading, with the chunk's number where it fits (% of the time)"]
+    failed = ", x where an error was" if drawing.failed else ""
+    notes.append(f"delivered: batches a column{failed}; waiting: the consumer was inside next()")
     if drawing.stragglers:
         slow = (f"chunk {span.number} ({_brief(span.load_seconds)})" for span in drawing.stragglers)
-        lines.append("slowest: " + ", ".join(slow))
-    return "\n".join(lines)
+        notes.append("slowest: " + ", ".join(slow))
+    return "\n".join([*lines, "", *(textwrap.fill(note, label + columns + 6) for note in notes)])
 
 
 NOTHING = "Nothing was loaded yet."
@@ -144,17 +153,21 @@ def _digit(count: int) -> str:
 
 
 def _brief(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{1000 * seconds:.3g} ms"
+    if 0 < seconds < 0.9995:
+        return f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
-def plot_timeline(spans: Iterable[Span]) -> "Figure":
+def plot_timeline(spans: Iterable[Span], seconds: float | None = None) -> "Figure":
     """Draw a timeline with matplotlib.
 
     A lane a worker with a bar a chunk, coloured by how long it took to load; below, a mark for each delivery. While the
-    consumer waited, the background is shaded. Chunks that took more than three times the median are labelled.
+    consumer waited, the background is shaded. Of the chunks that took more than three times the median, the slowest are
+    labelled, where there is room.
 
     Args:
         spans: What ``timeline()`` returns.
+        seconds: How far the time axis goes at least, so that timelines can be compared.
 
     Raises:
         ImportError: There is no matplotlib.
@@ -170,18 +183,18 @@ def plot_timeline(spans: Iterable[Span]) -> "Figure":
         ) from error
     drawing = _draw(spans)
     rows = len(drawing.lanes) + 1
-    figure, axes = pyplot.subplots(figsize=(9, min(12.0, 1.7 + 0.34 * rows)), layout="constrained")
-    boxes, seconds = [], []
+    figure, axes = pyplot.subplots(figsize=(9, min(12.0, 1.95 + 0.34 * rows)), layout="constrained")
+    boxes, loads = [], []
     for row, lane in enumerate(drawing.lanes.values()):
         for span, (begin, end) in lane:
             boxes.append([(begin, row - 0.4), (end, row - 0.4), (end, row + 0.4), (begin, row + 0.4)])
-            seconds.append(span.load_seconds)
+            loads.append(span.load_seconds)
     # cividis: made to look alike with and without colour blindness (Nuñez, Anderton and Renslow, PLOS ONE 13(7), 2018).
-    bars = PolyCollection(boxes, array=seconds, cmap="cividis", edgecolors="white", zorder=2)
+    bars = PolyCollection(boxes, array=loads, cmap="cividis", edgecolors="white", zorder=2)
     bars.set_linewidth(0.5 if len(boxes) < 100 * rows else 0)  # else the edges would cover what they surround
-    bars.set_clim(0, max(seconds, default=1.0))
+    bars.set_clim(0, max([*loads, STRAGGLER * drawing.median]) if loads else 1.0)  # bright: a straggler
     axes.add_collection(bars)
-    figure.colorbar(bars, ax=axes, label="load time of a chunk (s)", pad=0.01)
+    figure.colorbar(bars, ax=axes, label="load time (s)", pad=0.01)
     axes.broken_barh(
         [(begin, end - begin) for begin, end in drawing.waits],
         (-0.6, rows + 0.2),
@@ -196,22 +209,29 @@ def plot_timeline(spans: Iterable[Span]) -> "Figure":
     places = {
         span: (row, sum(interval) / 2) for row, lane in enumerate(drawing.lanes.values()) for span, interval in lane
     }
+    end = max(drawing.end, seconds or 0.0) or 1.0
+    labels: list[tuple[int, float, float]] = []
     for span in drawing.stragglers:
         row, middle = places[span]
         text = f"chunk {span.number}: {_brief(span.load_seconds)}"
-        axes.text(middle, row, text, fontsize=8, ha="center", va="center", path_effects=halo, zorder=3)
-    axes.set_xlim(0, max(drawing.end, 1e-9))
+        half = CHARACTER * len(text) * end / 2
+        middle = min(max(middle, half), end - half)
+        if all(row != other or abs(middle - at) >= half + reach for other, at, reach in labels):
+            labels.append((row, middle, half))
+            axes.text(middle, row, text, fontsize=8, ha="center", va="center", path_effects=halo, zorder=3)
+    axes.set_xlim(0, 1.01 * end)  # a mark at the very end is seen, too
     axes.set_ylim(rows - 0.4, -0.6)  # worker 0 at the top
-    axes.set_yticks(range(rows), [*drawing.lanes, "delivered"])
+    names = [*drawing.lanes, "delivered"]
+    step = math.ceil(rows / 40)
+    shown = [*range(0, rows - step, step), rows - 1]
+    axes.set_yticks(shown, [names[row] for row in shown])
     axes.set_xlabel("seconds since the first chunk was submitted")
     _, waited = _shade(drawing.waits, 1.0, 1)
-    axes.set_title(
-        f"{len(drawing.delivered):,} batches in {_brief(drawing.end)}; "
-        f"the consumer waited {waited / max(drawing.end, 1e-9):.0%} of the time",
-        fontsize=10,
-        loc="left",
-    )
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=8, borderaxespad=0.2)
+    counts = f"{len(drawing.delivered):,} {'batch' if len(drawing.delivered) == 1 else 'batches'}"
+    counts += f" and {len(drawing.failed):,} failed" if drawing.failed else ""
+    title = f"{counts} in {_brief(drawing.end)}; the consumer waited {waited / max(drawing.end, 1e-9):.0%} of the time"
+    axes.set_title(title if names[1:] or drawing.waits else NOTHING, fontsize=10, loc="left")
+    figure.legend(loc="outside lower right", ncols=3, frameon=False, fontsize=8)
     if mpl.get_backend().endswith("inline"):
         pyplot.close(figure)  # a notebook would show it now, and once more as the value of its cell
     return figure
