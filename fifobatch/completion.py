@@ -21,7 +21,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
@@ -89,6 +90,7 @@ class Completions(Iterator[Any]):
         trace: Where to note what happens; it has begun.
         executor: Kept alive as long as the iterator: when nobody refers to it, it ends.
         timeout: Seconds to wait for the next batch; None for ever.
+        prepare: Done to each batch before it is delivered, in a thread of its own.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Completions(Iterator[Any]):
         trace: Trace,
         executor: object,
         timeout: float | None = None,
+        prepare: Callable[[Batch[Any]], Batch[Any]] | None = None,
     ) -> None:
         self._executor = executor
         self._chunks: Iterator[Chunk] | None = chunks if loading is not None else None
@@ -109,6 +112,11 @@ class Completions(Iterator[Any]):
         self.trace = trace
         self._timeout = timeout
         self._completed: queue.SimpleQueue[BatchFuture | None] = queue.SimpleQueue()
+        self._put: Callable[[Any], object] = self._completed.put
+        if prepare is not None:
+            # Its thread ends with the last reference to it: this iterator's, or that of a batch still to come.
+            preparer = ThreadPoolExecutor(1, thread_name_prefix="fifobatch-prepare")
+            self._put = partial(_prepare_first, preparer, prepare, self._completed.put)
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._plan_error: Exception | None = None
@@ -186,7 +194,7 @@ class Completions(Iterator[Any]):
                 "Raise timeout, or find out what the samples wait for"
             ) from None
         if future is not None:  # None: close() woke us up
-            self._window.complete(future.chunk.number, future)
+            self._window.complete(future.chunk.number, future, future.record.bytes)
 
     def _refill(self) -> None:
         while self._chunks is not None and self._loading is not None and not self._window.full:
@@ -204,7 +212,7 @@ class Completions(Iterator[Any]):
                 self._chunks, self._plan_error = None, error.with_traceback(_outside(error))
                 return
             self._window.submit()
-            future.add_done_callback(self._completed.put)  # type: ignore[arg-type]
+            future.add_done_callback(self._put)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -219,6 +227,32 @@ class Completions(Iterator[Any]):
             self._chunks = None
             self._end()
             self._completed.put(None)
+
+
+def _prepare_first(
+    preparer: Executor,
+    prepare: Callable[[Batch[Any]], Batch[Any]],
+    put: Callable[[BatchFuture], object],
+    future: BatchFuture,
+) -> None:
+    try:
+        preparer.submit(_prepare, prepare, put, future)
+    except RuntimeError:  # the interpreter is exiting
+        put(future)
+
+
+def _prepare(
+    prepare: Callable[[Batch[Any]], Batch[Any]], put: Callable[[BatchFuture], object], future: BatchFuture
+) -> None:
+    if not future.cancelled() and future.exception() is None:
+        prepared = BatchFuture(future.chunk)
+        prepared.record = future.record
+        try:
+            prepared.set_result(prepare(future.result()))
+        except Exception as error:  # what the user's own pin_memory() raises, or no memory: this batch's error
+            prepared.set_exception(error)
+        future = prepared
+    put(future)
 
 
 def _outside(error: Exception) -> TracebackType | None:

@@ -40,7 +40,7 @@ from fifobatch.trace import Trace
 from fifobatch.transport import Parcel, pack, unpack
 from fifobatch.worker import Answer, Context, Task, initialize, load, load_elsewhere
 
-__all__ = ["CANCEL", "EXIT", "FINISH", "GIVE_UP", "Engine", "Run"]
+__all__ = ["CANCEL", "EXIT", "FINISH", "GIVE_UP", "Engine"]
 
 # How long an abandoned worker may finish its sample (and the file that the user's code may be writing) before it is
 # killed. torch's DataLoader gives its workers as long (MP_STATUS_CHECK_INTERVAL).

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 
 from fifobatch.completion import Completions
@@ -20,12 +21,18 @@ from fifobatch.plan import Batch, BatchPlan, Chunk
 from fifobatch.progress import Progress
 from fifobatch.trace import Record, Span, Statistics, Trace
 
-__all__ = ["InProcess", "LoaderIterator", "pin"]
+__all__ = ["InProcess", "LoaderIterator", "pinning"]
 
 
-def pin(batch: Batch[Any]) -> Batch[Any]:
-    """Return ``batch`` in pinned memory."""
-    return dataclasses.replace(batch, data=torch_pin_memory(batch.data))  # type: ignore[no-untyped-call]
+def pinning() -> Callable[[Batch[Any]], Batch[Any]]:
+    """Return what copies a batch into pinned memory, of this thread's device also where another thread calls it."""
+    device = torch.accelerator.current_device_index()
+
+    def pin(batch: Batch[Any]) -> Batch[Any]:
+        torch.accelerator.set_device_index(device)
+        return dataclasses.replace(batch, data=torch_pin_memory(batch.data))  # type: ignore[no-untyped-call]
+
+    return pin
 
 
 class LoaderIterator(Iterator[Any]):

@@ -14,9 +14,10 @@ from typing import Any
 
 from fifobatch import server
 from fifobatch.completion import BatchFuture, Completions
-from fifobatch.engine import CANCEL, FINISH, GIVE_UP, Engine, Run
+from fifobatch.engine import CANCEL, FINISH, GIVE_UP, Engine
 from fifobatch.errors import PlanError
 from fifobatch.fetch import Payload
+from fifobatch.flight import Run
 from fifobatch.plan import Batch, BatchPlan, Chunk
 from fifobatch.pool import cpu_count, loky_pool
 from fifobatch.trace import Span, Statistics, Trace
@@ -132,6 +133,7 @@ class BatchExecutor:
         num_workers: int | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
         timeout: float | None = None,
+        prepare: Callable[[Batch[Any]], Batch[Any]] | None = None,
         owner: object = None,
     ) -> Completions:
         """Do what `as_completed` does, with a window of any kind; the engine under `FifoLoader`.
@@ -143,6 +145,7 @@ class BatchExecutor:
             num_workers: What ``get_worker_info()`` says; ``max_workers`` if None.
             worker_init_fn: The executor's own if None.
             timeout: Seconds to wait for the next batch.
+            prepare: Done to each batch before it is delivered, in a thread of its own.
             owner: Whoever will iterate the same dataset again (``plan`` if None): what was shipped for it stays shipped
                 as long as it lives, so that workers keep their copy if nothing has changed.
 
@@ -157,7 +160,7 @@ class BatchExecutor:
             payload = self._payload(plan, num_workers, worker_init_fn)
             run = self._engine.start_run(payload, plan.seed, window.size, trace)
             self._latest[plan if owner is None else owner] = run
-        return Completions(itertools.chain(first, chunks), run, window, select, trace, self, timeout)
+        return Completions(itertools.chain(first, chunks), run, window, select, trace, self, timeout, prepare)
 
     def statistics(self) -> Statistics:
         """Return the sums over everything that was loaded here, for all iterators and `submit`.

@@ -10,24 +10,25 @@ Without workers, or where this process may not have children, `InProcess` loads 
 """
 
 import functools
+import itertools
 import multiprocessing
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler, default_collate, default_convert
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fifobatch import server, summary
 from fifobatch.completion import BatchFuture, Completions
-from fifobatch.epoch import InProcess, LoaderIterator, pin
+from fifobatch.epoch import InProcess, LoaderIterator, pinning
 from fifobatch.errors import PlanError
 from fifobatch.executor import BatchExecutor
-from fifobatch.plan import Batch, BatchPlan, refuse_iterable
+from fifobatch.plan import Batch, BatchPlan, chunk_seed, refuse_iterable
 from fifobatch.pool import cpu_count
 from fifobatch.progress import Progress, check_options
 from fifobatch.trace import Span, Statistics, Trace
@@ -57,6 +58,9 @@ class FifoLoader(DataLoader[T_co]):
         max_skew: How many places a batch may overtake an earlier one; None for no limit.
         window: Batches that may be under way at once, that is, submitted and not yet yielded, whatever the consumer
             does; ``prefetch_factor * num_workers`` if None. It may be smaller than ``num_workers``.
+        max_bytes: Bytes of batches that may be under way at once, such as ``512 * 2**20`` or ``"512MiB"``: nothing
+            more is submitted while it might pass that, going by the largest batch seen. One batch is always allowed,
+            and only one until the first has come. None for no limit but ``window``.
         progress: Show a tqdm bar; a dict gives tqdm's arguments.
         executor: A `BatchExecutor` to share with other loaders, or any `concurrent.futures.Executor`, instead of
             workers of this loader's own. It is not shut down here.
@@ -88,6 +92,7 @@ class FifoLoader(DataLoader[T_co]):
         in_order: bool = False,
         max_skew: int | None = None,
         window: int | None = None,
+        max_bytes: int | str | None = None,
         progress: bool | Mapping[str, Any] = False,
         executor: BatchExecutor | Executor | None = None,
     ) -> None:
@@ -113,6 +118,7 @@ class FifoLoader(DataLoader[T_co]):
             raise ValueError(f"timeout={timeout} needs worker processes: loading in this process cannot time out")
         self.max_skew = max_skew
         self.window = window
+        self.max_bytes = max_bytes
         self.progress = progress
         self.executor = executor
         self._shared = shared
@@ -138,10 +144,11 @@ class FifoLoader(DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        self._make_window()  # refuses a wrong window or max_skew here
+        self._make_window()  # refuses a wrong window, max_skew or max_bytes here
 
     def _start_afresh(self) -> None:
         self._own: BatchExecutor | None = None  # persistent_workers' executor
+        self._drawn: Iterator[int] | None = None  # the base seeds of its epochs
         self._end_lease: Callable[[], object] | None = None
         self._iterators: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()
 
@@ -191,12 +198,10 @@ class FifoLoader(DataLoader[T_co]):
         return self._trace.timeline()
 
     def _iterate(self, select: Callable[[Batch[Any]], Any]) -> "LoaderIterator":
-        # As torch draws it: before the sampler draws, and whether or not anything is shuffled.
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
-        plan = BatchPlan.of_loader(self, seed, self._epoch)
+        plan = BatchPlan.of_loader(self, self._draw_seed(), self._epoch)
         progress = self._make_progress()
         try:
-            batches, executor = self._load(plan, _pinned(select) if self._pins() else select)
+            batches, executor = self._load(plan, select)
         except BaseException:
             if progress is not None:
                 progress.close()
@@ -207,11 +212,19 @@ class FifoLoader(DataLoader[T_co]):
         self._iterators.add(iterator)
         return iterator
 
+    def _draw_seed(self) -> int:
+        # As torch draws it: before the sampler draws, whether or not anything is shuffled, and with persistent_workers
+        # only at their first epoch, so that a generator shuffles as it does for torch.
+        if not self._drawn or not self.persistent_workers:
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
+            self._drawn = itertools.chain([seed], (chunk_seed(seed, again, -1) for again in itertools.count(1)))
+        return next(self._drawn)
+
     def _load(
         self, plan: BatchPlan, select: Callable[[Batch[Any]], Any]
     ) -> "tuple[Completions | InProcess, BatchExecutor | None]":
         if self.num_workers == 0 or (self._shared is None and not _may_have_children()):
-            return InProcess(plan, select), None
+            return InProcess(plan, _pinned(select) if self._pins() else select), None
         executor = self._executor()
         batches = executor.iterate(
             plan,
@@ -220,6 +233,7 @@ class FifoLoader(DataLoader[T_co]):
             num_workers=self.num_workers,
             worker_init_fn=self.worker_init_fn,
             timeout=self.timeout or None,
+            prepare=pinning() if self._pins() else None,
             owner=self,
         )
         if self._end_lease is None and executor.has_own_workers and batches.under_way:
@@ -244,7 +258,7 @@ class FifoLoader(DataLoader[T_co]):
         size = self.window
         if size is None:
             size = max(1, (self.prefetch_factor or 0) * self.num_workers)
-        return Window(size, 0 if self.in_order else self.max_skew)
+        return Window(size, 0 if self.in_order else self.max_skew, self.max_bytes)
 
     def _make_progress(self) -> Progress | None:
         if self.progress is False:
@@ -310,45 +324,19 @@ class FifoLoader(DataLoader[T_co]):
 
     # -- how it shows itself
 
-    def _arguments(self) -> dict[str, Any]:
-        shown: dict[str, Any] = {
-            "batch_size": self.batch_size,
-            "num_workers": self.num_workers,
-            "window": self._make_window().size,
-        }
-        if self.batch_size is None and self.batch_sampler is not None:
-            shown["batch_sampler"] = self.batch_sampler
-        elif not isinstance(self.sampler, SequentialSampler):
-            shown["sampler"] = self.sampler
-        defaults = {
-            "collate_fn": default_collate if self.batch_sampler is not None else default_convert,
-            "pin_memory": False,
-            "drop_last": False,
-            "timeout": 0,
-            "worker_init_fn": None,
-            "generator": None,
-            "persistent_workers": False,
-            "in_order": False,
-            "max_skew": None,
-            "progress": False,
-            "executor": None,
-        }
-        values = {name: getattr(self, name) for name in defaults}
-        return shown | {name: value for name, value in values.items() if value != defaults[name]}
-
     def __repr__(self) -> str:
         if not self._DataLoader__initialized:  # type: ignore[attr-defined]  # torch's, False until it has checked all
             return object.__repr__(self)
-        return summary.line(type(self).__name__, self.dataset, self._arguments(), self.statistics())
+        return summary.line(self, self._make_window().size, self.statistics())
 
     def _repr_html_(self) -> str:
-        return summary.html_table(type(self).__name__, self.dataset, self._arguments(), self.statistics())
+        return summary.html_table(self, self._make_window().size, self.statistics())
 
     # -- copies
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has workers and a trace of its own.
-        own = ("_own", "_end_lease", "_iterators", "_trace")
+        own = ("_own", "_drawn", "_end_lease", "_iterators", "_trace")
         return {key: value for key, value in vars(self).items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -362,6 +350,7 @@ def _whole(batch: Batch[Any]) -> Batch[Any]:
 
 
 def _pinned(select: Callable[[Batch[Any]], Any]) -> Callable[[Batch[Any]], Any]:
+    pin = pinning()
     return lambda batch: select(pin(batch))
 
 

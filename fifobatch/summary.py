@@ -1,13 +1,18 @@
 """How a loader shows itself: a line in a terminal, a table in a notebook. Runs in the thread that asks for it."""
 
-from collections.abc import Mapping
 from html import escape
 from typing import Any
+
+from torch.utils.data import DataLoader, SequentialSampler, default_collate, default_convert
 
 from fifobatch.fetch import brief
 from fifobatch.trace import Statistics
 
 __all__ = ["describe_dataset", "html_table", "line"]
+
+# Shown where they are not the default.
+FLAGS = ("pin_memory", "drop_last", "timeout", "persistent_workers", "in_order", "progress")
+OPTIONS = ("worker_init_fn", "generator", "max_skew", "max_bytes", "executor")
 
 
 def describe_dataset(dataset: object) -> str:
@@ -25,10 +30,29 @@ def _shown(value: object) -> str:
     return getattr(value, "__name__", type(value).__name__)
 
 
-def line(name: str, dataset: object, arguments: Mapping[str, Any], statistics: Statistics) -> str:
-    """Return one line: the class, what it loads, the arguments that are not the defaults, and the last epoch."""
-    parts = [describe_dataset(dataset), *(f"{argument}={_shown(value)}" for argument, value in arguments.items())]
-    return f"<{name}({', '.join(parts)}): {_epoch(statistics)}>"
+def _arguments(loader: DataLoader[Any], window: int) -> dict[str, str]:
+    """Return the arguments worth showing: the main ones, and those that are not the defaults."""
+    arguments = {"batch_size": loader.batch_size, "num_workers": loader.num_workers, "window": window}
+    shown = {name: _shown(value) for name, value in arguments.items()}
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        shown["batch_sampler"] = _shown(loader.batch_sampler)
+    elif not isinstance(loader.sampler, SequentialSampler):
+        shown["sampler"] = _shown(loader.sampler)
+    collates = default_convert if loader.batch_sampler is None else default_collate
+    defaults: dict[str, Any] = {"collate_fn": collates} | dict.fromkeys(FLAGS, False) | dict.fromkeys(OPTIONS)
+    for name, default in defaults.items():
+        value = getattr(loader, name)
+        if value != default:
+            shown[name] = _shown(value)
+    return shown
+
+
+def line(loader: DataLoader[Any], window: int, statistics: Statistics) -> str:
+    """Return one line: the class, what it loads, how, and the last epoch."""
+    arguments = (f"{name}={value}" for name, value in _arguments(loader, window).items())
+    return (
+        f"<{type(loader).__name__}({', '.join([describe_dataset(loader.dataset), *arguments])}): {_epoch(statistics)}>"
+    )
 
 
 def _epoch(statistics: Statistics) -> str:
@@ -38,13 +62,13 @@ def _epoch(statistics: Statistics) -> str:
     return f"last epoch {statistics.delivered:,} of {statistics.submitted:,} batches in {seconds}"
 
 
-def html_table(name: str, dataset: object, arguments: Mapping[str, Any], statistics: Statistics) -> str:
+def html_table(loader: DataLoader[Any], window: int, statistics: Statistics) -> str:
     """Return an HTML table of the same, with a line on whether the loader was the bottleneck."""
-    rows = {"dataset": describe_dataset(dataset)} | {key: _shown(value) for key, value in arguments.items()}
-    rows["last epoch"] = str(statistics)
+    rows = {"dataset": describe_dataset(loader.dataset)} | _arguments(loader, window) | {"last epoch": str(statistics)}
     cells = "".join(
         f"<tr><th style='text-align:left'>{escape(key)}</th>"
         f"<td style='text-align:left;white-space:pre-line'>{escape(value)}</td></tr>"
         for key, value in rows.items()
     )
-    return f"<table><caption style='text-align:left'>{escape(name)}</caption><tbody>{cells}</tbody></table>"
+    caption = escape(type(loader).__name__)
+    return f"<table><caption style='text-align:left'>{caption}</caption><tbody>{cells}</tbody></table>"

@@ -5,6 +5,7 @@ holds a lock around it).
 """
 
 import heapq
+import re
 from collections import deque
 from operator import index
 from typing import Any, Generic, TypeVar
@@ -34,21 +35,26 @@ class Window(Generic[Item]):
     Args:
         size: Batches that may be under way at once, at least 1.
         max_skew: How many places a batch may overtake an earlier one. None: completion order; 0: plan order.
+        max_bytes: Bytes that may be under way at once, or a text such as ``"512MiB"``. Those still loading are taken to
+            be as large as the largest so far. One batch is always allowed, and only one while no size is known.
 
     Raises:
-        TypeError: ``size`` or ``max_skew`` is not an int.
-        ValueError: ``size`` is below 1, or ``max_skew`` below 0.
+        TypeError: ``size`` or ``max_skew`` is not an int, or ``max_bytes`` neither an int nor a text.
+        ValueError: ``size`` or ``max_bytes`` is below 1, or ``max_skew`` below 0, or ``max_bytes`` says no size.
     """
 
-    def __init__(self, size: int, max_skew: int | None = None) -> None:
+    def __init__(self, size: int, max_skew: int | None = None, max_bytes: int | str | None = None) -> None:
         self.size = check_count("window", size, 1)
         self.max_skew = None if max_skew is None else check_count("max_skew", max_skew, 0)
+        self.max_bytes = None if max_bytes is None else check_bytes("max_bytes", max_bytes)
         self.submitted = 0
         self.delivered = 0
         self._low = 0  # every chunk below this number was delivered
         self._above: set[int] = set()  # the numbers delivered at or above _low
         self._ready: deque[tuple[int, Item]] = deque()  # may be delivered, in order of completion
         self._held: list[tuple[int, Item]] = []  # a heap: completed, but too early
+        self._bytes: dict[int, int] = {}  # of what was completed and not yet delivered
+        self._largest: int | None = None
 
     @property
     def under_way(self) -> int:
@@ -58,7 +64,17 @@ class Window(Generic[Item]):
     @property
     def full(self) -> bool:
         """Whether nothing more may be submitted now."""
-        return self.under_way >= self.size
+        return self.under_way >= self.size or (self.under_way > 0 and self._too_large)
+
+    @property
+    def _too_large(self) -> bool:
+        """Whether one more batch might be too many bytes."""
+        if self.max_bytes is None:
+            return False
+        if self._largest is None:
+            return True
+        loading = self.under_way - len(self._bytes)
+        return sum(self._bytes.values()) + (loading + 1) * self._largest > self.max_bytes
 
     @property
     def ready(self) -> bool:
@@ -71,8 +87,10 @@ class Window(Generic[Item]):
         self.submitted += 1
         return self.submitted - 1
 
-    def complete(self, number: int, item: Item) -> None:
-        """Note that batch ``number`` has arrived, as ``item``."""
+    def complete(self, number: int, item: Item, size: int = 0) -> None:
+        """Note that batch ``number`` has arrived, as ``item`` of ``size`` bytes."""
+        self._bytes[number] = size
+        self._largest = max(size, self._largest or 0)
         if self._may_go(number):
             self._ready.append((number, item))
         else:
@@ -88,6 +106,7 @@ class Window(Generic[Item]):
         """
         number, item = self._ready.popleft()
         self.delivered += 1
+        del self._bytes[number]
         self._above.add(number)
         while self._low in self._above:
             self._above.remove(self._low)
@@ -118,3 +137,25 @@ def check_count(name: str, value: Any, least: int) -> int:
     if number < least:
         raise ValueError(f"{name}={number} is below {least}; give an int of at least {least}")
     return number
+
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def check_bytes(name: str, value: int | str) -> int:
+    """Return ``value`` in bytes: a number, or a text such as ``"512MiB"``, ``"1.5 GB"``; units as in IEC 80000-13.
+
+    Example:
+        >>> check_bytes("max_bytes", "512MiB"), check_bytes("max_bytes", "1.5 GB")
+        (536870912, 1500000000)
+
+    Raises:
+        TypeError: It is neither an integer nor a text.
+        ValueError: It is below 1, or the text says no size.
+    """
+    if not isinstance(value, str):
+        return check_count(name, value, 1)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?|)B?\s*", value.upper())
+    if match is None:
+        raise ValueError(f'{name}={value!r} is no size; give bytes, or a text such as "512MiB" or "2GB"')
+    return check_count(name, int(float(match[1]) * UNITS[match[2]]), 1)

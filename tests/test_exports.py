@@ -56,7 +56,11 @@ def test_the_surface_is_this():
         "FifobatchError",
         "PlanError",
         "SampleError",
+        "Span",
+        "Statistics",
         "WorkerDiedError",
+        "format_timeline",
+        "plot_timeline",
     ]
 
 
