@@ -29,6 +29,8 @@ import weakref
 from collections import deque
 from typing import Any
 
+from fifobatch.readers import Readers
+
 __all__ = ["ALIGNMENT", "BOARD_BYTES", "Arena", "Board", "Place", "Room"]
 
 SLOT_BYTES = 2**28  # 256 MiB, and 2**14 of them are 4 TiB of address space: it has room for 31 such mappings
@@ -82,6 +84,7 @@ class Arena:
         self._bare: deque[int] = deque()
         self._sizes: dict[int, int] = {}  # bytes of a slot whose pages are there
         self._annexed: set[int] = set()
+        self._readers = Readers()
 
     def _map_slots(self) -> mmap.mmap | None:
         """Map all slots at once; None where there is no address space for that (RLIMIT_AS, many arenas)."""
@@ -96,6 +99,8 @@ class Arena:
 
     def take(self) -> int:
         """Return the number of a slot that nobody uses: the one used last, if there is one."""
+        for slot in self._readers.ended():
+            self.give_back(slot)
         for slots in (self._free, self._bare):
             try:
                 return slots.pop()
@@ -105,8 +110,6 @@ class Arena:
 
     def give_back(self, slot: int) -> None:
         """Let ``slot`` be used again, and keep its pages for that, unless there are enough free ones."""
-        if self._pid != os.getpid():  # in a child of os.fork(), where a copy of a lent tensor died
-            return
         if len(self._free) < self.spare:
             self._free.append(slot)
         else:
@@ -123,6 +126,8 @@ class Arena:
         except BaseException:
             self.give_back(slot)
             raise
+        if owners:
+            self._readers.add(slot)
         users = deque(range(len(owners) - 1))
         for owner in owners:
             weakref.finalize(owner, self._returned, slot, users).atexit = False
@@ -159,7 +164,9 @@ class Arena:
         try:
             users.pop()
         except IndexError:
-            self.give_back(slot)
+            # In a child of os.fork() a copy of it has died, which is nothing to the parent.
+            if self._pid == os.getpid() and self._readers.remove(slot):
+                self.give_back(slot)
 
     def size(self, slot: int) -> int:
         """Return how many bytes of a slot, from its start, have their pages already."""

@@ -5,7 +5,7 @@ Runs in a worker process, or, where there are no workers (``num_workers=0``), in
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_
 from fifobatch.arena import Room
 from fifobatch.pickling import IN_BAND_BYTES
 
-__all__ = ["ABANDONED", "Located", "Payload", "brief", "fetch", "seed_all", "seeds"]
+__all__ = ["ABANDONED", "Located", "Payload", "brief", "fetch", "seed_all", "seeds", "size_of"]
 
 
 class Payload(NamedTuple):
@@ -134,6 +134,16 @@ def _fetches_lists(cls: type) -> bool:
         if "__getitem__" in vars(base):
             return False
     return False
+
+
+def size_of(data: Any) -> int:
+    """Return how many bytes the tensors, arrays and texts have that lie in a batch's lists, tuples and mappings."""
+    if isinstance(data, Mapping):
+        return sum(map(size_of, data.values()))
+    if isinstance(data, (list, tuple)):
+        return sum(map(size_of, data))
+    size = len(data) if isinstance(data, (str, bytes, bytearray)) else getattr(data, "nbytes", 0)
+    return size if isinstance(size, int) else 0
 
 
 def brief(indices: object) -> str:

@@ -35,8 +35,8 @@ class Span:
         requested: When ``next()`` was called that was answered with it. None if nobody called ``next()`` for it, as
             after `BatchExecutor.submit`.
         delivered: When that ``next()`` returned it (or raised its error), or when its future was done.
-        bytes: The size of its batch as packed, pickle and buffers; 0 where nothing is packed (other executors, or no
-            workers).
+        bytes: The size of its batch as packed, pickle and buffers; on other executors, where nothing is packed, that of
+            its tensors and arrays; 0 without workers.
         error: The class of the error that came instead of the batch.
     """
 

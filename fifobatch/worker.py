@@ -29,7 +29,7 @@ import torch.utils.data
 from torch.utils.data._utils import worker as _torch_worker
 
 from fifobatch.arena import Arena, Board, Room
-from fifobatch.fetch import ABANDONED, Located, Payload, brief, fetch, seed_all
+from fifobatch.fetch import ABANDONED, Located, Payload, brief, fetch, seed_all, size_of
 from fifobatch.pickling import Pickled, Report, dumps, loads_sent, report
 from fifobatch.serve import leave_to_parent
 from fifobatch.transport import Parcel, pack, read, unpack_private
@@ -240,9 +240,9 @@ def load_elsewhere(token: int, payload: bytes | None, alive: tuple[int, ...], ch
     number, indices, seed = chunk
     where = f"preparing chunk {number}"
 
-    def answer(kind: str, body: Any) -> Answer:
+    def answer(kind: str, body: Any, size: int = 0) -> Answer:
         who = (platform.node(), os.getpid(), threading.get_ident())
-        return kind, body, (who, started, time.perf_counter(), 0)
+        return kind, body, (who, started, time.perf_counter(), size)
 
     try:
         plan = plans_here.get(token)
@@ -256,7 +256,8 @@ def load_elsewhere(token: int, payload: bytes | None, alive: tuple[int, ...], ch
                 _plans_elsewhere[token] = loads_sent(payload)
             plan = _plans_elsewhere[token]
             seed_all(seed)
-        return answer("batch", fetch(plan, indices, number))
+        batch = fetch(plan, indices, number)
+        return answer("batch", batch, size_of(batch))
     except BaseException as error:  # the process boundary, as in `load`
         return answer("error", _report(error, where))
 

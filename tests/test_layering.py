@@ -18,6 +18,7 @@ ORDER = [
     "window",
     "trace",
     "pickling",
+    "readers",
     "arena",
     "transport",
     "fetch",
