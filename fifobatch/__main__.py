@@ -7,7 +7,6 @@ that fails, and what it leaves in the system's file cache is to torch's advantag
 """
 
 import argparse
-import importlib
 import math
 import os
 import sys
@@ -17,18 +16,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 from tqdm import tqdm  # tqdm.auto's would call iter() twice, and torch would start twice the workers
 
 from fifobatch import BatchExecutor, FifoLoader, PlanError, __version__
+from fifobatch.arguments import PROGRAM, Parser, count, describe, find, find_dataset
 from fifobatch.pool import cpu_count
 
 __all__ = ["main"]
 
-PROGRAM = "python -m fifobatch"
 SLOW_SECONDS = 0.2
 AXIS = 19  # characters of the time axis
 EDGE = 6  # lines at either end of a long timeline
@@ -211,59 +210,6 @@ def show_run(args: argparse.Namespace) -> None:
         "● a batch comes; its number is its place in the plan, from 0",
         {"half of the batches": lambda record: record.after(0.5), "90 % of them": lambda record: record.after(0.9)},
     )
-
-
-def describe(error: BaseException) -> str:
-    """Return an error as one line, and what fifobatch notes of it, such as the sample, as another."""
-    lines = str(error).splitlines()
-    lines = lines if len(lines) < 3 else [lines[0], "...", lines[-1]]  # torch's texts hold a traceback
-    notes = [note.partition("\n")[0] for note in getattr(error, "__notes__", ())]
-    text = " ".join(" ".join(lines).split())
-    return "\n".join([f"{type(error).__name__}: {text}".removesuffix(": "), *notes])
-
-
-def find(name: str) -> Any:
-    """Return what ``MODULE:NAME`` names."""
-    module, _, attribute = name.partition(":")
-    if not (module and attribute):
-        raise argparse.ArgumentTypeError(f"{name!r} is not MODULE:NAME, such as tasks:make")
-    try:
-        return attrgetter(attribute)(importlib.import_module(module))
-    except (Exception, SystemExit) as error:  # whatever the user's module raises
-        raise argparse.ArgumentTypeError(f"cannot get {name!r}: {describe(error)}") from error
-
-
-def find_dataset(name: str) -> Any:
-    """Return the dataset that ``MODULE:FACTORY`` makes or is."""
-    dataset = find(name)
-    try:
-        if callable(dataset) and (isinstance(dataset, type) or not hasattr(dataset, "__getitem__")):
-            dataset = dataset()
-        cls = type(dataset)
-        if issubclass(cls, IterableDataset) or not (hasattr(cls, "__getitem__") and hasattr(cls, "__len__")):
-            problem = "has no __getitem__ and __len__"
-        else:
-            problem = "" if len(dataset) else "is empty"
-    except (Exception, SystemExit) as error:  # whatever the user's dataset raises
-        raise argparse.ArgumentTypeError(f"{name!r} fails: {describe(error)}") from error
-    if problem:
-        raise argparse.ArgumentTypeError(f"{name!r} is no map-style dataset: its {cls.__name__} {problem}")
-    return dataset
-
-
-def count(text: str) -> int:
-    """Return a number that is at least 1."""
-    if not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
-    return int(text)
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with status 2."""
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

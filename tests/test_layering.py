@@ -31,6 +31,7 @@ ORDER = [
     "epoch",
     "loader",
     "testing",
+    "arguments",
     "__init__",
     "__main__",
 ]
