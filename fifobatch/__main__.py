@@ -22,8 +22,9 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 from tqdm import tqdm  # tqdm.auto's would call iter() twice, and torch would start twice the workers
 
-from fifobatch import BatchExecutor, FifoLoader, PlanError, __version__
-from fifobatch.arguments import PROGRAM, Parser, count, describe, find, find_dataset
+from fifobatch import BatchExecutor, FifoLoader, PlanError, __version__, bench
+from fifobatch.arguments import PROGRAM, Parser, count, describe, find, find_dataset, named, writable
+from fifobatch.contenders import PEERS
 from fifobatch.pool import cpu_count
 
 __all__ = ["main"]
@@ -46,6 +47,16 @@ Example, with this in tasks.py in the current directory:
       return torchvision.datasets.ImageFolder("photos", transform)
 
   {PROGRAM} run tasks:make --batch-size 32 --num-workers 8 --shuffle"""
+
+ABOUT_BENCH = f"""\
+Measure fifobatch beside torch's DataLoader: one table, medians over rounds in
+which the loaders take turns. The machine should have nothing else to do.
+
+{bench.describe_workloads()}
+
+Or your own dataset, with the options of run:
+
+  {PROGRAM} bench --dataset tasks:make --batch-size 32 --num-workers 8"""
 
 Batches = Iterator[tuple[int | None, Any]]  # number in the plan, where that is known, and data
 Look = Callable[[int | None, Any], tuple[float, str, str]]  # from these: when it was loaded, its label and its mark
@@ -219,16 +230,38 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"fifobatch {__version__}")
     commands = parser.add_subparsers(title="command", dest="command", metavar="COMMAND")
     run = commands.add_parser("run", help="load your own dataset; see run --help", description=ABOUT_RUN, **options)
-    add = run.add_argument
-    add("dataset", type=find_dataset, metavar="MODULE:FACTORY", help="your dataset, or a function that makes it")
-    add("--batch-size", type=count, default=1, metavar="N", help="samples a batch (default: 1)")
-    add("--num-workers", type=count, default=cpu_count(), metavar="N", help="worker processes (default: %(default)s)")
-    add("--shuffle", action="store_true", help="load in random order, the same for both loaders")
-    add("--batches", type=count, metavar="N", help="load the first N batches only")
-    add("--collate-fn", type=find, metavar="MODULE:NAME", help="makes a batch of a list of samples")
+    dataset_help = "your dataset, or a function that makes it"
+    run.add_argument("dataset", type=find_dataset, metavar="MODULE:FACTORY", help=dataset_help)
+    run.add_argument("--batches", type=count, metavar="N", help="load the first N batches only")
+    benchmark = commands.add_parser("bench", help="measure it; see bench --help", description=ABOUT_BENCH, **options)
+    add = benchmark.add_argument
+    add("--only", action="append", choices=bench.WORKLOADS, metavar="NAME", help="this workload; may be repeated")
+    add("--quick", action="store_true", help="fewer rounds, samples and workers: to see that it works")
+    add("--peers", action="store_true", help=f"add those installed of {', '.join(PEERS)}")
+    add("--json", type=writable, metavar="FILE", help="write every single figure there, too")
+    add("--dataset", type=named(find_dataset), metavar="MODULE:FACTORY", help=dataset_help)
+    for each, get in ((run, find), (benchmark, named(find))):
+        add = each.add_argument
+        add("--batch-size", type=count, default=1, metavar="N", help="samples a batch (default: 1)")
+        add(
+            "--num-workers",
+            type=count,
+            default=cpu_count(),
+            metavar="N",
+            help="worker processes (default: %(default)s)",
+        )
+        add("--shuffle", action="store_true", help="load in random order, the same for all loaders")
+        add("--collate-fn", type=get, metavar="MODULE:NAME", help="makes a batch of a list of samples")
     for each, default in ((parser, False), (run, argparse.SUPPRESS)):
         each.add_argument("--out-of-order", action="store_true", default=default, help="give torch in_order=False")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.command == "bench":
+        if args.dataset and (args.only or args.peers):
+            benchmark.error("--dataset is a workload of its own; leave out --only and --peers, or --dataset")
+        of_dataset = [name for name in bench.DATASET_OPTIONS if getattr(args, name) != benchmark.get_default(name)]
+        if of_dataset and not args.dataset:
+            benchmark.error(f"--{of_dataset[0].replace('_', '-')} needs --dataset MODULE:FACTORY")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -237,6 +270,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(argv)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more workers than cores
+            if args.command == "bench":
+                return bench.run(args)
             show_run(args) if args.command else show_example(not args.out_of_order)
         return 0
     except KeyboardInterrupt:

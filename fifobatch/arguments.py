@@ -2,12 +2,13 @@
 
 import argparse
 import importlib
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NoReturn
 
 from torch.utils.data import IterableDataset
 
-__all__ = ["PROGRAM", "Parser", "count", "describe", "find", "find_dataset"]
+__all__ = ["PROGRAM", "Parser", "count", "describe", "find", "find_dataset", "named", "writable"]
 
 PROGRAM = "python -m fifobatch"
 
@@ -48,6 +49,25 @@ def find_dataset(name: str) -> Any:
     if problem:
         raise argparse.ArgumentTypeError(f"{name!r} is no map-style dataset: its {cls.__name__} {problem}")
     return dataset
+
+
+def named(get: Callable[[str], Any]) -> Callable[[str], str]:
+    """Return what checks that ``get`` finds something of a name, and returns the name: another process will get it."""
+
+    def check(name: str) -> str:
+        get(name)
+        return name
+
+    return check
+
+
+def writable(path: str) -> str:
+    """Return the path of a file that can be written; it is there from now on."""
+    try:
+        open(path, "a").close()
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"cannot write {path!r}: {describe(error)}") from error
+    return path
 
 
 def count(text: str) -> int:
