@@ -39,7 +39,13 @@ GRACE_SECONDS = 5  # for a child that is interrupted to end its workers, before 
 # The first thing that every child does is import torch, and see how long that takes. It runs no file of its own, so
 # that nothing of it is imported again where torch spawns a worker.
 CHILD = """
-import sys, time
+import os, signal, sys, time
+
+def interrupt(*_):
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what loaders have to say when they are interrupted
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGINT, interrupt)
 try:
     start = time.perf_counter()
     import torch
@@ -199,7 +205,8 @@ def _ask(request: dict[str, Any]) -> list[Measured]:
                 with suppress(ProcessLookupError):
                     killpg(child.pid, signal.SIGKILL)
             raise
-    where = f"{request['workload']}, {', '.join(request['contenders'])}"
+    what = request["workload"] if not request["options"] else f"--dataset {request['options']['name']}"
+    where = f"{what}, {', '.join(request['contenders'])}"
     try:
         reply = json.loads(answer)
     except ValueError:
@@ -248,22 +255,21 @@ def _block(title: str, others: Sequence[str], figures: Sequence[Figure], against
     if not figures:
         return ""
     contenders = [FIFOBATCH, *others]
-    heads = [contender.replace("=", " =").split(" ") for contender in contenders]
+    heads = [[title], [""], *(contender.replace("=", " =").split(" ") for contender in contenders)]
     if against_torch:
         heads += [[IDEAL], ["ours to", "ideal"], ["ours to", "best torch"]]
-    lines = [_line("" if number else title, "", head) for number, head in enumerate(zip_longest(*heads, fillvalue=""))]
+    rows = [list(row) for row in zip_longest(*heads, fillvalue="")]
     for figure in figures:
-        medians = figure.medians
-        cells = [_number(medians.get(contender)) for contender in contenders]
+        row = [figure.name, figure.unit, *(_number(figure.medians.get(contender)) for contender in contenders)]
         if against_torch:
-            cells += [_number(medians.get(IDEAL)), _number(figure.to_ideal), figure.verdict()]
-        lines.append(_line(figure.name, figure.unit, cells))
+            row += [_number(figure.medians.get(IDEAL)), _number(figure.to_ideal), figure.verdict()]
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for name, unit, *cells in rows:
+        numbers = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths[2:]))
+        lines.append(f"    {name:{widths[0]}}  {unit:{widths[1]}}{numbers}".rstrip())
     return "\n".join(lines)
-
-
-def _line(name: str, unit: str, cells: Sequence[str]) -> str:
-    *others, verdict = cells
-    return f"    {name:26}{unit:9}{''.join(f'{cell:>10}' for cell in others)}{verdict:>15}".rstrip()
 
 
 def _number(value: float | None) -> str:

@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch.utils.data import DataLoader, default_collate
 
 from fifobatch import FifoLoader
@@ -47,7 +48,6 @@ TORCH_OPTIONS: dict[str, dict[str, Any]] = {
     "torch fork": {"multiprocessing_context": "fork"},
     "torch spawn": {"multiprocessing_context": "spawn"},
 }
-START_EACH_EPOCH = {"torchdata", "spdl"}  # they cannot keep their workers from one epoch to the next
 
 
 def installed_peers() -> list[str]:
@@ -57,6 +57,9 @@ def installed_peers() -> list[str]:
 
 def make_loader(contender: str, dataset: Any, *, batch_size: int, num_workers: int, **options: Any) -> Iterable[Any]:
     """Return what yields the batches of ``dataset``, an epoch at each ``iter()``.
+
+    Workers stay from one epoch to the next, but for torchdata.nodes and SPDL: theirs start at each, and that is in
+    their figures.
 
     Args:
         contender: Whose loader.
@@ -153,6 +156,7 @@ def measure_epochs(epochs: Iterable[Epoch], contenders: Sequence[str], rounds: i
     Raises:
         RuntimeError: A contender yielded too few batches.
     """
+    torch.set_num_threads(1)  # what the loop does with a batch shall not fight with the workers for the cores
     measured = []
     for epoch in epochs:
         if epoch.ideal is not None:
@@ -163,23 +167,21 @@ def measure_epochs(epochs: Iterable[Epoch], contenders: Sequence[str], rounds: i
         }
         # torch's first: its workers are forked from here, where the others will have threads.
         for contender in sorted(contenders, key=lambda contender: contender not in ORDERS):
-            _measure(epoch, contender, loaders[contender])
+            _measure(epoch, loaders[contender])
         for number in range(rounds):
             for contender in rotated(contenders, number):
-                value = _measure(epoch, contender, loaders[contender])
+                value = _measure(epoch, loaders[contender])
                 measured.append(Measured(epoch.figure, epoch.unit, contender, value))
     return measured
 
 
-def _measure(epoch: Epoch, contender: str, loader: Iterable[Any]) -> float:
-    batches = uncounted = 0
+def _measure(epoch: Epoch, loader: Iterable[Any]) -> float:
+    batches = 0
     start = time.perf_counter()
     for batch in loader:
         batches += 1
         epoch.consume(batch)
-        if batches == 1 and contender in START_EACH_EPOCH:  # its workers had to start first
-            uncounted, start = 1, time.perf_counter()
     seconds = time.perf_counter() - start
     if batches * epoch.batch_size != len(epoch.dataset):
         raise RuntimeError(f"{batches} batches came instead of {len(epoch.dataset) // epoch.batch_size}")
-    return seconds if epoch.amount is None else epoch.amount * (batches - uncounted) / seconds
+    return seconds if epoch.amount is None else epoch.amount * batches / seconds

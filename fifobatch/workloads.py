@@ -74,13 +74,14 @@ def list_schedule(seconds: Iterable[float], workers: int) -> float:
 def skew(quick: bool) -> list[Epoch]:
     """An epoch with 10 % slow samples: how much do they hold up the others?
 
-    8 workers, 1,200 samples, four a batch. The loop does nothing with them, so an epoch's seconds are the makespan. Samples sleep:
-    the number of cores does not matter, nor does what a loader costs, unless it keeps a worker waiting. The ideal is
-    list scheduling: each batch, in the order of the plan, goes to the worker that is free first, at no cost.
+    8 workers, 1,200 samples, four a batch. The loop does nothing with them, so an epoch's seconds are the makespan.
+    Samples sleep: the number of cores does not matter, nor does what a loader costs, unless it keeps a worker waiting.
+    The ideal is list scheduling: each batch, in the order of the plan, goes to the worker that is free first, at no
+    cost.
     """
     dataset, size = Skewed(240 if quick else 1200), 4
     batches = [sum(dataset.seconds[first : first + size]) for first in range(0, len(dataset), size)]
-    return [Epoch("skew, epoch", "s", dataset, size, WORKERS, ideal=list_schedule(batches, WORKERS))]
+    return [Epoch("skew: epoch", "s", dataset, size, WORKERS, ideal=list_schedule(batches, WORKERS))]
 
 
 @functools.cache
@@ -120,18 +121,18 @@ def transport(quick: bool) -> list[Epoch]:
     2 workers. Samples are slices of a random tensor that each worker has, so all that a worker does for a batch is
     `default_collate`: one copy, and the one that torch itself makes. Batches are of 32 samples: images of 3x224x224
     float32 (19 MB a batch), once dropped unread and once read, 1 MiB batches, and dicts of six 2 MiB tensors; these
-    two are read. *Read* is ``sum()`` of every tensor, which touches every byte: a loader that only maps memory pays for
-    its pages there. GB are 1e9 bytes.
+    two are read. *Read* is ``sum()`` of every tensor, by one thread, which touches every byte: a loader that only maps
+    memory pays for its pages there. GB are 1e9 bytes.
     """
-    size, scale = 32, 4 if quick else 1
+    size, scale = 32, 8 if quick else 1
     images, small = Slices(80 * size // scale, 3, 224, 224), Slices(1000 * size // scale, 8192)
     records = Records(120 * size // scale, 16384)
     gigabytes = {"images": size * 3 * 224 * 224 * 4 / 1e9, "small": size * 8192 * 4 / 1e9}
     return [
-        Epoch("transport, images, unread", "GB/s", images, size, 2, gigabytes["images"]),
-        Epoch("transport, images, read", "GB/s", images, size, 2, gigabytes["images"], _read),
-        Epoch("transport, 1 MiB batches", "GB/s", small, size, 2, gigabytes["small"], _read),
-        Epoch("transport, dicts of six", "GB/s", records, size, 2, 12 * gigabytes["small"], _read),
+        Epoch("transport: images, unread", "GB/s", images, size, 2, gigabytes["images"]),
+        Epoch("transport: images, read", "GB/s", images, size, 2, gigabytes["images"], _read),
+        Epoch("transport: 1 MiB batches", "GB/s", small, size, 2, gigabytes["small"], _read),
+        Epoch("transport: dicts of six", "GB/s", records, size, 2, 12 * gigabytes["small"], _read),
     ]
 
 
@@ -140,7 +141,7 @@ def tiny(quick: bool) -> list[Epoch]:
 
     2 workers. The dataset is a ``range``, so the workers have nothing to do but `default_collate`.
     """
-    return [Epoch("tiny, 16 integers", "batches/s", range(16 * (300 if quick else 2000)), 16, 2, 1)]
+    return [Epoch("tiny: 16 integers", "batches/s", range(16 * (300 if quick else 2000)), 16, 2, 1)]
 
 
 # -- fresh workloads
@@ -164,20 +165,18 @@ class Pids:
 def cold(contender: str, num_workers: int, torch_seconds: float) -> list[Measured]:
     """First batch of a program: how long does it wait for its workers?
 
-    8 workers. From the construction of the loader until the first batch, after torch, fifobatch and the dataset's module have been
-    imported, which every contender needs alike. The ideal is what ``import torch`` takes in an interpreter of its own,
-    by the clock in it: workers that are not forked from the program cannot be there sooner. It is less than
-    ``python -c "import torch"`` takes as a program, less a bare interpreter, which is shown, too: torch takes its time
-    to exit.
+    8 workers. From the construction of the loader until the first batch, after torch, fifobatch and the dataset's
+    module have been imported, which every contender needs alike. The ideal is what ``import torch`` takes in an
+    interpreter of its own, by the clock in it: workers that are not forked from the program cannot be there sooner.
+    ``python -c "import torch"`` as a program, without what a bare interpreter takes, is shown, too. It takes longer,
+    because torch needs its time to exit.
     """
     if contender != IDEAL:
-        return [
-            Measured("cold start, first batch", "s", contender, _first_batch(contender, Pids(128, 0.0), num_workers))
-        ]
+        return [Measured("cold: first batch", "s", contender, _first_batch(contender, Pids(128, 0.0), num_workers))]
     program = _program_seconds("import torch") - _program_seconds("pass")
     return [
-        Measured("cold start, first batch", "s", IDEAL, torch_seconds),
-        Measured("  import torch, program", "s", IDEAL, program),
+        Measured("cold: first batch", "s", IDEAL, torch_seconds),
+        Measured("cold: import torch, program", "s", IDEAL, program),
     ]
 
 
@@ -188,7 +187,7 @@ def package(contender: str, num_workers: int, torch_seconds: float) -> list[Meas
     when it is imported. Measured as `cold`, after the program has imported it. The ideal is torch's import and that
     second: each once.
     """
-    figure = "cold start, 1 s package"
+    figure = "package: first batch"
     if contender == IDEAL:
         return [Measured(figure, "s", IDEAL, torch_seconds + PACKAGE_SECONDS)]
     with TemporaryDirectory() as folder:
@@ -214,22 +213,20 @@ def second(contender: str, num_workers: int, _: float) -> list[Measured]:
     two seconds later our fork server would have left, and its start would be cold again.
     """
     _await_end(_pids(make_loader(contender, Pids(256, 0.01), batch_size=1, num_workers=num_workers)))
-    return [
-        Measured("second loader, first batch", "s", contender, _first_batch(contender, Pids(128, 0.0), num_workers))
-    ]
+    return [Measured("second: first batch", "s", contender, _first_batch(contender, Pids(128, 0.0), num_workers))]
 
 
 def memory(contender: str, num_workers: int, _: float) -> list[Measured]:
     """Private memory of a worker: what does one more cost?
 
-    8 workers. ``Private_Clean`` and ``Private_Dirty`` of ``/proc/PID/smaps_rollup``, after an epoch of a dataset that holds
-    nothing; the median of the workers. Pages that several processes share, such as torch's code, are in neither.
+    8 workers. ``Private_Clean`` and ``Private_Dirty`` of ``/proc/PID/smaps_rollup``, after an epoch of a dataset that
+    holds nothing; the median of the workers. Pages that several processes share, such as torch's code, are in neither.
     """
     if sys.platform != "linux":
         return []
     loader = make_loader(contender, Pids(256, 0.01), batch_size=1, num_workers=num_workers)
     pids = _pids(loader)  # its workers stay as long as the loader does
-    return [Measured("memory, private, a worker", "MB", contender, statistics.median(map(_private_megabytes, pids)))]
+    return [Measured("memory: private, a worker", "MB", contender, statistics.median(map(_private_megabytes, pids)))]
 
 
 def _first_batch(contender: str, dataset: Any, num_workers: int) -> float:
