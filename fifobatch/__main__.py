@@ -56,7 +56,7 @@ which the loaders take turns. The machine should have nothing else to do.
 
 Or your own dataset, with the options of run:
 
-  {PROGRAM} bench --dataset tasks:make --batch-size 32 --num-workers 8"""
+  {PROGRAM} bench --dataset tasks:make --batch-size 32"""
 
 Batches = Iterator[tuple[int | None, Any]]  # number in the plan, where that is known, and data
 Look = Callable[[int | None, Any], tuple[float, str, str]]  # from these: when it was loaded, its label and its mark

@@ -3,9 +3,9 @@
 Runs in the main thread of a process that loads nothing itself: it asks child interpreters, one after another, for what
 `workloads` measures, so that no workload disturbs the next::
 
-    run -> _measure -> _ask  --request, JSON-->  child interpreter: workloads.answer
-                             <--answer, JSON---
-        -> Figure (what all children measured of one thing) -> format_table, --json
+    run: _plan -> _ask   --_Request, JSON-->   child interpreter: workloads.answer
+                         <--Measured, JSON--
+         -> Figure (what was measured of one thing, of all contenders) -> format_table, --json
 """
 
 import argparse
@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from os import killpg
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,7 @@ __all__ = ["DATASET_OPTIONS", "WORKLOADS", "Figure", "describe_workloads", "form
 
 DATASET_OPTIONS = ["batch_size", "num_workers", "shuffle", "collate_fn"]  # those of --dataset
 WORKLOADS = [*WARM, *FRESH]
+WITH_IDEAL = {"cold", "package"}  # whose ideal is measured, too
 GRACE_SECONDS = 5  # for a child that is interrupted to end its workers, before all of them are killed
 
 # The first thing that every child does is import torch, and see how long that takes. It runs no file of its own, so
@@ -55,6 +56,20 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)
 """
+
+
+class _Request(NamedTuple):
+    """What a child is to measure; ``options`` are those of the user's dataset."""
+
+    workload: str
+    contenders: list[str]
+    rounds: int
+    quick: bool
+    options: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        return f"--dataset {self.options['name']}" if self.options else self.workload
 
 
 class _WorkloadError(Exception):
@@ -120,12 +135,13 @@ def describe_workloads() -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Do ``python -m fifobatch bench``; return the exit status."""
+    requests = list(_plan(args))
     measured: list[Measured] = []
     try:
-        for name, requests in _plan(args):
-            print(f"{name} ...", file=sys.stderr, flush=True)
-            for request in requests:
-                measured += _ask(request)
+        for before, request in zip([None, *requests], requests):
+            if before is None or before.title != request.title:
+                print(f"{request.title} ...", file=sys.stderr, flush=True)
+            measured += _ask(request)
     except _WorkloadError as error:
         print(f"{PROGRAM} bench: error: {error}", file=sys.stderr)
         return error.status
@@ -137,61 +153,47 @@ def run(args: argparse.Namespace) -> int:
         "cores": cpu_count(),
     }
     title = "fifobatch {fifobatch}, torch {torch}, Python {python}, {cores} cores".format_map(facts)
-    print(f"{title}{', --quick' if args.quick else ''}; medians\n\n{format_table(figures)}", flush=True)
+    print(f"{title}{', --quick' if args.quick else ''}; medians")
+    options = requests[0].options
+    if options:
+        shuffled = ", shuffled" if args.shuffle else ""
+        print(f"{args.dataset}: batch size {args.batch_size:,}, workers {args.num_workers:,}{shuffled}")
+    print(f"\n{format_table(figures)}", flush=True)
+    if "memory" in (request.workload for request in requests) and sys.platform != "linux":
+        print("    memory: measured on Linux only")
     missing = [name for name in PEERS if name not in installed_peers()] if args.peers else []
     if missing:
         print(f"    not installed, so not measured: {', '.join(missing)}")
     if args.json:
-        record = {"facts": facts, "quick": args.quick, "figures": [_record(figure) for figure in figures]}
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=2)
+            rows = [_row(figure) for figure in figures]
+            json.dump({"facts": facts, "quick": args.quick, "dataset": options, "figures": rows}, file, indent=2)
     return 0
 
 
-def _plan(args: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield each workload's name and what to ask for it: one child, or one for each contender and round."""
+def _plan(args: argparse.Namespace) -> Iterator[_Request]:
+    """Yield what to ask for: of a warm workload all at once, of a fresh one each contender in each round."""
+    options, names = {}, [name for name in WORKLOADS if not args.only or name in args.only]
     if args.dataset:
-        options = {name: getattr(args, name) for name in DATASET_OPTIONS} | {"name": args.dataset}
-        yield args.dataset, list(_rounds("own", [FIFOBATCH, *ORDERS], args.quick, options))
-        return
-    for name in WORKLOADS:
-        if args.only and name not in args.only:
-            continue
+        options, names = {name: getattr(args, name) for name in DATASET_OPTIONS} | {"name": args.dataset}, ["own"]
+    for name in names:
         if name in WARM:
             contenders = [FIFOBATCH, *ORDERS, *(installed_peers() if args.peers else [])]
-            yield name, [_request(name, contenders, 2 if args.quick else 5, args.quick)]
-        else:
-            ideal = [IDEAL] if name in ("cold", "package") else []
-            yield name, list(_rounds(name, [FIFOBATCH, *STARTS, *ideal], args.quick))
+            yield _Request(name, contenders, 2 if args.quick else 5, args.quick, options)
+            continue
+        contenders = [FIFOBATCH, *(ORDERS if args.dataset else STARTS)] + [IDEAL] * (name in WITH_IDEAL)
+        for number in range(1 if args.quick else 3):
+            for contender in rotated(contenders, number):
+                yield _Request(name, [contender], 1, args.quick, options)
 
 
-def _rounds(
-    name: str, contenders: Sequence[str], quick: bool, options: dict[str, Any] | None = None
-) -> Iterator[dict[str, Any]]:
-    for number in range(1 if quick else 3):
-        for contender in rotated(contenders, number):
-            yield _request(name, [contender], 1, quick, options)
-
-
-def _request(
-    workload: str, contenders: Sequence[str], rounds: int, quick: bool, options: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    return {
-        "workload": workload,
-        "contenders": contenders,
-        "rounds": rounds,
-        "quick": quick,
-        "options": options or {},
-    }
-
-
-def _ask(request: dict[str, Any]) -> list[Measured]:
+def _ask(request: _Request) -> list[Measured]:
     """Have a child interpreter measure.
 
     Raises:
         _WorkloadError: It failed.
     """
-    command = [sys.executable, "-c", CHILD, json.dumps(request)]
+    command = [sys.executable, "-c", CHILD, json.dumps(request._asdict())]
     # A process group of its own: Ctrl-C is for this process alone, which then sees to it that all of the child's end.
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, process_group=0) as child:
         try:
@@ -205,8 +207,7 @@ def _ask(request: dict[str, Any]) -> list[Measured]:
                 with suppress(ProcessLookupError):
                     killpg(child.pid, signal.SIGKILL)
             raise
-    what = request["workload"] if not request["options"] else f"--dataset {request['options']['name']}"
-    where = f"{what}, {', '.join(request['contenders'])}"
+    where = f"{request.title}, {', '.join(request.contenders)}"
     try:
         reply = json.loads(answer)
     except ValueError:
@@ -224,7 +225,7 @@ def _figures(measured: Iterable[Measured]) -> list[Figure]:
     return list(figures.values())
 
 
-def _record(figure: Figure) -> dict[str, Any]:
+def _row(figure: Figure) -> dict[str, Any]:
     return {
         "name": figure.name,
         "unit": figure.unit,

@@ -72,7 +72,7 @@ def list_schedule(seconds: Iterable[float], workers: int) -> float:
 
 
 def skew(quick: bool) -> list[Epoch]:
-    """An epoch with 10 % slow samples: how much do they hold up the others?
+    """An epoch with 10 % slow samples: how much do they hold up?
 
     8 workers, 1,200 samples, four a batch. The loop does nothing with them, so an epoch's seconds are the makespan.
     Samples sleep: the number of cores does not matter, nor does what a loader costs, unless it keeps a worker waiting.
@@ -129,8 +129,8 @@ def transport(quick: bool) -> list[Epoch]:
     records = Records(120 * size // scale, 16384)
     gigabytes = {"images": size * 3 * 224 * 224 * 4 / 1e9, "small": size * 8192 * 4 / 1e9}
     return [
-        Epoch("transport: images, unread", "GB/s", images, size, 2, gigabytes["images"]),
-        Epoch("transport: images, read", "GB/s", images, size, 2, gigabytes["images"], _read),
+        Epoch("transport: images unread", "GB/s", images, size, 2, gigabytes["images"]),
+        Epoch("transport: images read", "GB/s", images, size, 2, gigabytes["images"], _read),
         Epoch("transport: 1 MiB batches", "GB/s", small, size, 2, gigabytes["small"], _read),
         Epoch("transport: dicts of six", "GB/s", records, size, 2, 12 * gigabytes["small"], _read),
     ]
