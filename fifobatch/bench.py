@@ -207,7 +207,7 @@ def _ask(request: _Request) -> list[Measured]:
                 with suppress(ProcessLookupError):
                     killpg(child.pid, signal.SIGKILL)
             raise
-    where = f"{request.title}, {', '.join(request.contenders)}"
+    where = request.title if request.workload in WARM else f"{request.title}, {request.contenders[0]}"
     try:
         reply = json.loads(answer)
     except ValueError:

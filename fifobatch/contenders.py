@@ -167,21 +167,25 @@ def measure_epochs(epochs: Iterable[Epoch], contenders: Sequence[str], rounds: i
         }
         # torch's first: its workers are forked from here, where the others will have threads.
         for contender in sorted(contenders, key=lambda contender: contender not in ORDERS):
-            _measure(epoch, loaders[contender])
+            _measure(epoch, contender, loaders[contender])
         for number in range(rounds):
             for contender in rotated(contenders, number):
-                value = _measure(epoch, loaders[contender])
+                value = _measure(epoch, contender, loaders[contender])
                 measured.append(Measured(epoch.figure, epoch.unit, contender, value))
     return measured
 
 
-def _measure(epoch: Epoch, loader: Iterable[Any]) -> float:
+def _measure(epoch: Epoch, contender: str, loader: Iterable[Any]) -> float:
     batches = 0
     start = time.perf_counter()
-    for batch in loader:
-        batches += 1
-        epoch.consume(batch)
-    seconds = time.perf_counter() - start
-    if batches * epoch.batch_size != len(epoch.dataset):
-        raise RuntimeError(f"{batches} batches came instead of {len(epoch.dataset) // epoch.batch_size}")
+    try:
+        for batch in loader:
+            batches += 1
+            epoch.consume(batch)
+        seconds = time.perf_counter() - start
+        if batches * epoch.batch_size != len(epoch.dataset):
+            raise RuntimeError(f"{batches} batches came instead of {len(epoch.dataset) // epoch.batch_size}")
+    except Exception as error:
+        error.add_note(f"In {epoch.figure}, with {contender}.")
+        raise
     return seconds if epoch.amount is None else epoch.amount * batches / seconds

@@ -76,8 +76,9 @@ def test_contenders_are_first_in_turn():
 def test_a_loader_that_loses_batches_is_no_contender(monkeypatch):
     monkeypatch.setattr("fifobatch.contenders.make_loader", lambda *args, **kwargs: [1, 2])
     monkeypatch.setattr("torch.set_num_threads", lambda number: None)
-    with pytest.raises(RuntimeError, match="2 batches came instead of 3"):
-        measure_epochs([Epoch("tiny", "s", range(12), 4, 2)], ["fifobatch"], 1)
+    with pytest.raises(RuntimeError, match="2 batches came instead of 3") as raised:
+        measure_epochs([Epoch("tiny", "s", range(12), 4, 2)], ["spdl"], 1)
+    assert raised.value.__notes__ == ["In tiny, with spdl."]
 
 
 def figure(unit, ours, theirs, ideal=None):
@@ -198,8 +199,7 @@ def test_a_workload_that_fails_is_named_in_one_line(capsys, monkeypatch):
     assert main(["bench", "--only", "tiny"]) == 1
     assert capsys.readouterr().err.splitlines() == [
         "tiny ...",
-        "python -m fifobatch bench: error: tiny, fifobatch, torch in_order=True, torch in_order=False: "
-        "ValueError: no In fifobatch worker 7, loading dataset[5]",
+        "python -m fifobatch bench: error: tiny: ValueError: no In fifobatch worker 7, loading dataset[5]",
     ]
 
 
