@@ -7,7 +7,6 @@ that fails, and what it leaves in the system's file cache is to torch's advantag
 """
 
 import argparse
-import importlib
 import math
 import os
 import sys
@@ -17,18 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 from tqdm import tqdm  # tqdm.auto's would call iter() twice, and torch would start twice the workers
 
-from fifobatch import BatchExecutor, FifoLoader, PlanError, __version__
+from fifobatch import BatchExecutor, FifoLoader, PlanError, __version__, bench
+from fifobatch.arguments import PROGRAM, Parser, count, describe, find, find_dataset, named, writable
+from fifobatch.contenders import PEERS
 from fifobatch.pool import cpu_count
 
 __all__ = ["main"]
 
-PROGRAM = "python -m fifobatch"
 SLOW_SECONDS = 0.2
 AXIS = 19  # characters of the time axis
 EDGE = 6  # lines at either end of a long timeline
@@ -47,6 +47,16 @@ Example, with this in tasks.py in the current directory:
       return torchvision.datasets.ImageFolder("photos", transform)
 
   {PROGRAM} run tasks:make --batch-size 32 --num-workers 8 --shuffle"""
+
+ABOUT_BENCH = f"""\
+Measure fifobatch beside torch's DataLoader: one table, medians over rounds in
+which the loaders take turns. The machine should have nothing else to do.
+
+{bench.describe_workloads()}
+
+Or your own dataset, with the options of run:
+
+  {PROGRAM} bench --dataset tasks:make --batch-size 32"""
 
 Batches = Iterator[tuple[int | None, Any]]  # number in the plan, where that is known, and data
 Look = Callable[[int | None, Any], tuple[float, str, str]]  # from these: when it was loaded, its label and its mark
@@ -213,59 +223,6 @@ def show_run(args: argparse.Namespace) -> None:
     )
 
 
-def describe(error: BaseException) -> str:
-    """Return an error as one line, and what fifobatch notes of it, such as the sample, as another."""
-    lines = str(error).splitlines()
-    lines = lines if len(lines) < 3 else [lines[0], "...", lines[-1]]  # torch's texts hold a traceback
-    notes = [note.partition("\n")[0] for note in getattr(error, "__notes__", ())]
-    text = " ".join(" ".join(lines).split())
-    return "\n".join([f"{type(error).__name__}: {text}".removesuffix(": "), *notes])
-
-
-def find(name: str) -> Any:
-    """Return what ``MODULE:NAME`` names."""
-    module, _, attribute = name.partition(":")
-    if not (module and attribute):
-        raise argparse.ArgumentTypeError(f"{name!r} is not MODULE:NAME, such as tasks:make")
-    try:
-        return attrgetter(attribute)(importlib.import_module(module))
-    except (Exception, SystemExit) as error:  # whatever the user's module raises
-        raise argparse.ArgumentTypeError(f"cannot get {name!r}: {describe(error)}") from error
-
-
-def find_dataset(name: str) -> Any:
-    """Return the dataset that ``MODULE:FACTORY`` makes or is."""
-    dataset = find(name)
-    try:
-        if callable(dataset) and (isinstance(dataset, type) or not hasattr(dataset, "__getitem__")):
-            dataset = dataset()
-        cls = type(dataset)
-        if issubclass(cls, IterableDataset) or not (hasattr(cls, "__getitem__") and hasattr(cls, "__len__")):
-            problem = "has no __getitem__ and __len__"
-        else:
-            problem = "" if len(dataset) else "is empty"
-    except (Exception, SystemExit) as error:  # whatever the user's dataset raises
-        raise argparse.ArgumentTypeError(f"{name!r} fails: {describe(error)}") from error
-    if problem:
-        raise argparse.ArgumentTypeError(f"{name!r} is no map-style dataset: its {cls.__name__} {problem}")
-    return dataset
-
-
-def count(text: str) -> int:
-    """Return a number that is at least 1."""
-    if not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
-    return int(text)
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with status 2."""
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments of the command line."""
     options: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
@@ -273,16 +230,38 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"fifobatch {__version__}")
     commands = parser.add_subparsers(title="command", dest="command", metavar="COMMAND")
     run = commands.add_parser("run", help="load your own dataset; see run --help", description=ABOUT_RUN, **options)
-    add = run.add_argument
-    add("dataset", type=find_dataset, metavar="MODULE:FACTORY", help="your dataset, or a function that makes it")
-    add("--batch-size", type=count, default=1, metavar="N", help="samples a batch (default: 1)")
-    add("--num-workers", type=count, default=cpu_count(), metavar="N", help="worker processes (default: %(default)s)")
-    add("--shuffle", action="store_true", help="load in random order, the same for both loaders")
-    add("--batches", type=count, metavar="N", help="load the first N batches only")
-    add("--collate-fn", type=find, metavar="MODULE:NAME", help="makes a batch of a list of samples")
+    dataset_help = "your dataset, or a function that makes it"
+    run.add_argument("dataset", type=find_dataset, metavar="MODULE:FACTORY", help=dataset_help)
+    run.add_argument("--batches", type=count, metavar="N", help="load the first N batches only")
+    benchmark = commands.add_parser("bench", help="measure it; see bench --help", description=ABOUT_BENCH, **options)
+    add = benchmark.add_argument
+    add("--only", action="append", choices=bench.WORKLOADS, metavar="NAME", help="this workload; may be repeated")
+    add("--quick", action="store_true", help="fewer rounds, samples and workers: to see that it works")
+    add("--peers", action="store_true", help=f"add those installed of {', '.join(PEERS)}")
+    add("--json", type=writable, metavar="FILE", help="write every single figure there, too")
+    add("--dataset", type=named(find_dataset), metavar="MODULE:FACTORY", help=dataset_help)
+    for each, get in ((run, find), (benchmark, named(find))):
+        add = each.add_argument
+        add("--batch-size", type=count, default=1, metavar="N", help="samples a batch (default: 1)")
+        add(
+            "--num-workers",
+            type=count,
+            default=cpu_count(),
+            metavar="N",
+            help="worker processes (default: %(default)s)",
+        )
+        add("--shuffle", action="store_true", help="load in random order, the same for all loaders")
+        add("--collate-fn", type=get, metavar="MODULE:NAME", help="makes a batch of a list of samples")
     for each, default in ((parser, False), (run, argparse.SUPPRESS)):
         each.add_argument("--out-of-order", action="store_true", default=default, help="give torch in_order=False")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.command == "bench":
+        if args.dataset and (args.only or args.peers):
+            benchmark.error("--dataset is a workload of its own; leave out --only and --peers, or --dataset")
+        of_dataset = [name for name in bench.DATASET_OPTIONS if getattr(args, name) != benchmark.get_default(name)]
+        if of_dataset and not args.dataset:
+            benchmark.error(f"--{of_dataset[0].replace('_', '-')} needs --dataset MODULE:FACTORY")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -291,6 +270,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(argv)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more workers than cores
+            if args.command == "bench":
+                return bench.run(args)
             show_run(args) if args.command else show_example(not args.out_of_order)
         return 0
     except KeyboardInterrupt:

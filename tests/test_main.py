@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fifobatch import __version__
-from fifobatch.__main__ import Arrival, Record, describe, main, show, show_records
+from fifobatch.__main__ import Arrival, Record, main, show, show_records
+from fifobatch.arguments import describe
 
 # Python 3.12 and later warn where torch's DataLoader forks beside any thread.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -1,0 +1,321 @@
+"""What ``python -m fifobatch bench`` measures: each workload is a function whose docstring says what it asks, and how.
+
+Runs in the child interpreters that `bench` starts, in their main thread; the datasets run in the loaders' workers. This
+module is imported by its name in all of them, so that torch's ``spawn`` finds the datasets, too.
+
+- A *warm* workload has one interpreter. Every contender's workers are started by an epoch that is not timed; then the
+  contenders load one epoch after another, round 1: A B C, round 2: B C A, and so on. Time runs from ``iter()``.
+- A *fresh* workload has an interpreter for each contender and round, in the same rotation. Time runs from the
+  construction of the loader.
+
+With ``--quick`` there are fewer samples, and two workers instead of eight in what is fresh.
+
+All contenders load the same batches of the same dataset with as many workers, keep their workers between epochs where
+they can, and have default settings otherwise.
+"""
+
+import functools
+import heapq
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import select
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from fifobatch import PlanError
+from fifobatch.arguments import describe, find, find_dataset
+from fifobatch.contenders import IDEAL, WORKERS, Epoch, Measured, make_loader, measure_epochs
+
+__all__ = ["FRESH", "WARM", "answer", "list_schedule", "own"]
+
+SLOW_SECONDS, FAST_SECONDS, SLOW_SHARE = 0.06, 0.002, 0.1
+PACKAGE_SECONDS = 1.0
+PACKAGE = "fifobatch_bench_package"
+
+
+# -- warm workloads
+
+
+class Skewed:
+    """Samples that sleep; a tenth of them, spread at random but always the same, 30 times as long as the others."""
+
+    def __init__(self, length: int) -> None:
+        slow = set(random.Random(0).sample(range(length), round(SLOW_SHARE * length)))
+        self.seconds = [SLOW_SECONDS if index in slow else FAST_SECONDS for index in range(length)]
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self.seconds[index])
+        return index
+
+
+def list_schedule(seconds: Iterable[float], workers: int) -> float:
+    """Return when the last of these tasks ends if each in turn goes to the worker that is free first."""
+    free = [0.0] * workers
+    for duration in seconds:
+        heapq.heapreplace(free, free[0] + duration)
+    return max(free)
+
+
+def skew(quick: bool) -> list[Epoch]:
+    """An epoch with 10 % slow samples: how much do they hold up?
+
+    8 workers, 1,200 samples, four a batch. The loop does nothing with them, so an epoch's seconds are the makespan.
+    Samples sleep: the number of cores does not matter, nor does what a loader costs, unless it keeps a worker waiting.
+    The ideal is list scheduling: each batch, in the order of the plan, goes to the worker that is free first, at no
+    cost.
+    """
+    dataset, size = Skewed(240 if quick else 1200), 4
+    batches = [sum(dataset.seconds[first : first + size]) for first in range(0, len(dataset), size)]
+    return [Epoch("skew: epoch", "s", dataset, size, WORKERS, ideal=list_schedule(batches, WORKERS))]
+
+
+@functools.cache
+def _noise(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.rand(64, *shape)
+
+
+class Slices:
+    """Samples that cost next to nothing: slices of one random tensor, which each worker makes at its first sample."""
+
+    def __init__(self, length: int, *shape: int) -> None:
+        self.length = length
+        self.shape = shape
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return _noise(self.shape)[index % 64]
+
+
+class Records(Slices):
+    """Samples that are a dict of six tensors."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {key: _noise(self.shape)[(index + number) % 64] for number, key in enumerate("abcdef")}
+
+
+def _read(batch: Any) -> None:
+    for tensor in batch.values() if isinstance(batch, Mapping) else [batch]:
+        tensor.sum()
+
+
+def transport(quick: bool) -> list[Epoch]:
+    """Bytes a second: how fast do finished batches reach the loop?
+
+    2 workers. Samples are slices of a random tensor that each worker has, so all that a worker does for a batch is
+    `default_collate`: one copy, and the one that torch itself makes. Batches are of 32 samples: images of 3x224x224
+    float32 (19 MB a batch), once dropped unread and once read, 1 MiB batches, and dicts of six 2 MiB tensors; these
+    two are read. *Read* is ``sum()`` of every tensor, by one thread, which touches every byte: a loader that only maps
+    memory pays for its pages there. GB are 1e9 bytes.
+    """
+    size, scale = 32, 8 if quick else 1
+    images, small = Slices(80 * size // scale, 3, 224, 224), Slices(1000 * size // scale, 8192)
+    records = Records(120 * size // scale, 16384)
+    gigabytes = {"images": size * 3 * 224 * 224 * 4 / 1e9, "small": size * 8192 * 4 / 1e9}
+    return [
+        Epoch("transport: images unread", "GB/s", images, size, 2, gigabytes["images"]),
+        Epoch("transport: images read", "GB/s", images, size, 2, gigabytes["images"], _read),
+        Epoch("transport: 1 MiB batches", "GB/s", small, size, 2, gigabytes["small"], _read),
+        Epoch("transport: dicts of six", "GB/s", records, size, 2, 12 * gigabytes["small"], _read),
+    ]
+
+
+def tiny(quick: bool) -> list[Epoch]:
+    """Batches of 16 integers a second: what does a batch cost by itself?
+
+    2 workers. The dataset is a ``range``, so the workers have nothing to do but `default_collate`.
+    """
+    return [Epoch("tiny: 16 integers", "batches/s", range(16 * (300 if quick else 2000)), 16, 2, 1)]
+
+
+# -- fresh workloads
+
+
+class Pids:
+    """Samples that say which process loaded them, after a moment that gives every worker its turn."""
+
+    def __init__(self, length: int, seconds: float) -> None:
+        self.length = length
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self.seconds)
+        return os.getpid()
+
+
+def cold(contender: str, num_workers: int, torch_seconds: float) -> list[Measured]:
+    """First batch of a program: how long does it wait for its workers?
+
+    8 workers. From the construction of the loader until the first batch, after torch, fifobatch and the dataset's
+    module have been imported, which every contender needs alike. The ideal is what ``import torch`` takes in an
+    interpreter of its own, by the clock in it: workers that are not forked from the program cannot be there sooner.
+    ``python -c "import torch"`` as a program, without what a bare interpreter takes, is shown, too. It takes longer,
+    because torch needs its time to exit.
+    """
+    if contender != IDEAL:
+        return [Measured("cold: first batch", "s", contender, _first_batch(contender, Pids(128, 0.0), num_workers))]
+    program = _program_seconds("import torch") - _program_seconds("pass")
+    return [
+        Measured("cold: first batch", "s", IDEAL, torch_seconds),
+        Measured("cold: import torch, program", "s", IDEAL, program),
+    ]
+
+
+def package(contender: str, num_workers: int, torch_seconds: float) -> list[Measured]:
+    """The same with a package that takes 1 s to import: how often is it?
+
+    The dataset's class comes from an installed package: one in a temporary ``site-packages`` that sleeps for a second
+    when it is imported. Measured as `cold`, after the program has imported it. The ideal is torch's import and that
+    second: each once.
+    """
+    figure = "package: first batch"
+    if contender == IDEAL:
+        return [Measured(figure, "s", IDEAL, torch_seconds + PACKAGE_SECONDS)]
+    with TemporaryDirectory() as folder:
+        home = Path(folder, "site-packages", PACKAGE)
+        home.mkdir(parents=True)
+        lines = [
+            "import time",
+            "from fifobatch.workloads import Pids",
+            f"time.sleep({PACKAGE_SECONDS})",
+            "class Packaged(Pids): pass",
+        ]
+        Path(home, "__init__.py").write_text("\n".join(lines))
+        sys.path.append(str(home.parent))
+        dataset = importlib.import_module(PACKAGE).Packaged(128, 0.0)
+        return [Measured(figure, "s", contender, _first_batch(contender, dataset, num_workers))]
+
+
+def second(contender: str, num_workers: int, _: float) -> list[Measured]:
+    """First batch of a program's second loader: what does one more cost?
+
+    8 workers. From the construction of the second loader until its first batch. The first loader has loaded an epoch,
+    nothing refers to it any more, and its worker processes have ended: they are waited for. The second follows at once;
+    two seconds later our fork server would have left, and its start would be cold again.
+    """
+    _await_end(_pids(make_loader(contender, Pids(256, 0.01), batch_size=1, num_workers=num_workers)))
+    return [Measured("second: first batch", "s", contender, _first_batch(contender, Pids(128, 0.0), num_workers))]
+
+
+def memory(contender: str, num_workers: int, _: float) -> list[Measured]:
+    """Private memory of a worker: what does one more cost?
+
+    8 workers. ``Private_Clean`` and ``Private_Dirty`` of ``/proc/PID/smaps_rollup``, after an epoch of a dataset that
+    holds nothing; the median of the workers. Pages that several processes share, such as torch's code, are in neither.
+    """
+    if sys.platform != "linux":
+        return []
+    loader = make_loader(contender, Pids(256, 0.01), batch_size=1, num_workers=num_workers)
+    pids = _pids(loader)  # its workers stay as long as the loader does
+    return [Measured("memory: private, a worker", "MB", contender, statistics.median(map(_private_megabytes, pids)))]
+
+
+def _first_batch(contender: str, dataset: Any, num_workers: int) -> float:
+    start = time.perf_counter()
+    iterator = iter(make_loader(contender, dataset, batch_size=4, num_workers=num_workers))
+    next(iterator)
+    return time.perf_counter() - start
+
+
+def _program_seconds(code: str) -> float:
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return time.perf_counter() - start
+
+
+def _pids(loader: Iterable[Any]) -> set[int]:
+    return {pid for batch in loader for pid in batch.tolist()}
+
+
+def _await_end(pids: Iterable[int]) -> None:
+    for child in multiprocessing.active_children():
+        child.join()
+    if sys.platform == "linux":  # our workers are the fork server's children, unknown to multiprocessing
+        for pid in pids:
+            try:
+                ended = os.pidfd_open(pid)
+            except ProcessLookupError:
+                continue
+            select.select([ended], [], [])
+            os.close(ended)
+
+
+def _private_megabytes(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / 1e6
+
+
+def own(contender: str, name: str, collate_fn: str | None, **options: Any) -> list[Measured]:
+    """Your dataset: the time to its first batch, and an epoch with warm workers.
+
+    The first batch is timed from the construction of the loader in a fresh interpreter, after the dataset is made. Then
+    that epoch is finished, and the next one timed.
+    """
+    dataset = find_dataset(name)
+    options["collate_fn"] = find(collate_fn) if collate_fn else None
+    options["generator"] = torch.Generator().manual_seed(0)  # the same order for all
+    start = time.perf_counter()
+    loader = make_loader(contender, dataset, **options)
+    iterator = iter(loader)
+    next(iterator)
+    first = time.perf_counter() - start
+    for _ in iterator:
+        pass
+    del iterator
+    start = time.perf_counter()
+    batches = sum(1 for _ in loader)
+    seconds = time.perf_counter() - start
+    return [
+        Measured("first batch", "s", contender, first),
+        Measured("epoch, warm workers", "s", contender, seconds),
+        Measured("the same, as a rate", "batches/s", contender, batches / seconds),
+    ]
+
+
+WARM = {"skew": skew, "transport": transport, "tiny": tiny}
+FRESH = {"cold": cold, "package": package, "second": second, "memory": memory}
+
+
+def answer(request: str, torch_seconds: float) -> None:
+    """Measure what `bench` asks for, and print the answer for it on stdout: both are JSON."""
+    stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the user's dataset prints is not the answer
+    warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more workers than cores
+    warnings.filterwarnings("ignore", "num_workers=.* is more than two a core", UserWarning)
+    try:
+        measured = _answer(torch_seconds, **json.loads(request))
+        reply: dict[str, Any] = {"measured": measured}
+    except Exception as error:  # the process boundary
+        reply = {"error": " ".join(describe(error).split("\n")), "status": 2 if isinstance(error, PlanError) else 1}
+    with stdout:
+        json.dump(reply, stdout)
+
+
+def _answer(
+    torch_seconds: float, workload: str, contenders: list[str], rounds: int, quick: bool, options: dict[str, Any]
+) -> list[Measured]:
+    if workload in WARM:
+        return measure_epochs(WARM[workload](quick), contenders, rounds)
+    (contender,) = contenders
+    if workload in FRESH:
+        return FRESH[workload](contender, 2 if quick else WORKERS, torch_seconds)
+    return own(contender, **options)

@@ -1,0 +1,282 @@
+"""The benchmark: that it measures and shows what it says. How fast anything is, is not tested."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from fifobatch.__main__ import main
+from fifobatch.bench import WORKLOADS, Figure, format_table
+from fifobatch.contenders import Epoch, measure_epochs, rotated
+from fifobatch.workloads import FRESH, WARM, list_schedule
+
+TASKS = """
+class Squares:
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        print("squaring")
+        return index ** 2
+
+class Locked(Squares):
+    def __init__(self):
+        import threading
+        self.lock = threading.Lock()
+
+def add(samples):
+    assert isinstance(samples, list)
+    return sum(samples)
+"""
+
+
+@pytest.fixture(autouse=True)
+def tasks(tmp_path, monkeypatch):
+    """A module named tasks, for this process and its children, in the working directory."""
+    (tmp_path / "tasks.py").write_text(TASKS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    yield
+    sys.modules.pop("tasks", None)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "workers", "makespan"),
+    [
+        ([], 2, 0),
+        ([1, 2, 3], 1, 6),
+        ([1, 2, 3], 8, 3),
+        ([3, 1, 1, 1], 2, 3),  # three short ones beside the long one
+        ([1, 1, 1, 3], 2, 4),  # in the order of the plan, though the long one first would be better
+        ([2, 1, 2, 2], 2, 4),
+        ([5, 1, 1, 1, 5], 3, 6),
+    ],
+)
+def test_the_ideal_gives_each_batch_to_the_worker_that_is_free_first(seconds, workers, makespan):
+    assert list_schedule(seconds, workers) == makespan
+
+
+@pytest.mark.parametrize(("quick", "batches"), [(True, 60), (False, 300)])
+def test_a_tenth_of_the_skewed_samples_is_slow_and_always_the_same(quick, batches):
+    (epoch,), (again,) = WARM["skew"](quick), WARM["skew"](quick)
+    seconds = epoch.dataset.seconds
+    assert len(seconds) == batches * epoch.batch_size
+    assert seconds == again.dataset.seconds
+    assert sorted(set(seconds)) == [0.002, 0.06]
+    assert seconds.count(0.06) == len(seconds) // 10
+    assert sum(seconds) / 8 <= epoch.ideal == again.ideal
+
+
+def test_contenders_are_first_in_turn():
+    assert [rotated("ABC", number) for number in range(4)] == [[*"ABC"], [*"BCA"], [*"CAB"], [*"ABC"]]
+
+
+def test_a_loader_that_loses_batches_is_no_contender(monkeypatch):
+    monkeypatch.setattr("fifobatch.contenders.make_loader", lambda *args, **kwargs: [1, 2])
+    monkeypatch.setattr("torch.set_num_threads", lambda number: None)
+    with pytest.raises(RuntimeError, match="2 batches came instead of 3") as raised:
+        measure_epochs([Epoch("tiny", "s", range(12), 4, 2)], ["spdl"], 1)
+    assert raised.value.__notes__ == ["In tiny, with spdl."]
+
+
+def figure(unit, ours, theirs, ideal=None):
+    values = {"fifobatch": ours, "torch in_order=True": theirs[:3], "torch in_order=False": theirs[3:]}
+    return Figure("made up", unit, values | ({"ideal": [ideal]} if ideal else {}))
+
+
+@pytest.mark.parametrize(
+    ("unit", "ours", "theirs", "to_torch", "verdict"),
+    [
+        ("s", [1.0, 9.0, 2.0], [4.0, 4.0, 4.0, 3.0], 1.5, "1.50x faster"),  # medians against the best of torch
+        ("s", [3.0], [1.0, 1.0, 1.0, 2.0], 1 / 3, "3.00x slower"),
+        ("GB/s", [3.0], [1.0, 1.0, 1.0, 2.0], 1.5, "1.50x faster"),
+        ("batches/s", [100.0], [1.0, 1.0, 1.0, 2000.0], 0.05, "20.0x slower"),
+        ("MB", [10.0], [500.0, 500.0, 500.0, 5000.0], 50, "50.0x less"),
+        ("MB", [30.0], [20.0, 20.0, 20.0, 20.0], 2 / 3, "1.50x more"),
+        ("s", [1.0], [1.001, 1.001, 1.001, 2.0], 1.001, "equal"),
+    ],
+)
+def test_a_ratio_says_which_way_is_good(unit, ours, theirs, to_torch, verdict):
+    made_up = figure(unit, ours, theirs)
+    assert made_up.to_torch == pytest.approx(to_torch)
+    assert made_up.verdict() == verdict
+
+
+def test_without_torch_or_without_us_there_is_no_ratio():
+    assert Figure("cold", "s", {"ideal": [1.0]}).verdict() == ""
+    assert Figure("skew", "s", {"fifobatch": [1.0]}).to_torch is None
+    assert Figure("skew", "s", {"fifobatch": [1.0]}).to_ideal is None
+
+
+TABLE = """\
+    loading             fifobatch     torch     torch  ideal  ours to       ours to
+                                   in_order  in_order           ideal    best torch
+                                      =True    =False
+    made up  s               1.05      2.00      1.26   1.00     1.05  1.20x faster
+    made up  batches/s      1,500     1,000      10.0      -        -  1.50x faster
+
+    starting up        fifobatch  torch  torch  ideal  ours to       ours to
+                                   fork  spawn           ideal    best torch
+    first batch     s       2.00   0.10   16.0   1.60     1.25  20.0x slower
+      import torch  s          -      -      -   2.00        -
+
+    other libraries             fifobatch  joblib
+    made up          batches/s      1,500   3,000"""
+
+
+def test_the_table():
+    rates = figure("batches/s", [1500.0], [1000.0, 1000.0, 1000.0, 10.0])
+    rates.values["joblib"] = [3000.0]
+    starts = {"fifobatch": [2.0], "torch fork": [0.1], "torch spawn": [16.0], "ideal": [1.6]}
+    figures = [
+        figure("s", [1.05], [2.0, 2.0, 2.0, 1.26], ideal=1.0),
+        rates,
+        Figure("first batch", "s", starts),
+        Figure("  import torch", "s", {"ideal": [2.0]}),
+    ]
+    assert format_table(figures) == TABLE
+
+
+def test_the_table_fits_a_page():
+    values = {"fifobatch": [1500.0], "torch in_order=True": [900.0], "torch in_order=False": [8.0], "ideal": [99.9]}
+    figures = [Figure(epoch.figure, epoch.unit, values) for workload in WARM.values() for epoch in workload(True)]
+    assert max(map(len, format_table(figures).splitlines())) <= 100
+
+
+def test_every_workload_says_what_it_asks_how_and_why(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "--help"])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) < 80
+    for name, workload in {**WARM, **FRESH}.items():
+        first, empty, *more = workload.__doc__.splitlines()
+        assert first.endswith("?") and not empty and len(more) > 1
+        assert f"  {name:10}{first}" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "foo"], "argument --only: invalid choice: 'foo' (choose from "),
+        (["--dataset", "fifobatch_nowhere:make"], "argument --dataset: cannot get 'fifobatch_nowhere:make'"),
+        (["--dataset", "os:getpid"], "argument --dataset: 'os:getpid' is no map-style dataset"),
+        (["--dataset", "os:environ", "--collate-fn", "os:x"], "argument --collate-fn: cannot get 'os:x'"),
+        (["--dataset", "os:environ", "--peers"], "leave out --only and --peers, or --dataset"),
+        (["--dataset", "os:environ", "--only", "tiny"], "leave out --only and --peers, or --dataset"),
+        (["--batch-size", "8"], "--batch-size needs --dataset MODULE:FACTORY"),
+        (["--shuffle"], "--shuffle needs --dataset MODULE:FACTORY"),
+        (["--json", "/nowhere/at/all"], "argument --json: cannot write '/nowhere/at/all': FileNotFoundError"),
+        (["--json", "/"], "argument --json: cannot write '/': IsADirectoryError"),
+    ],
+)
+def test_errors_of_use_are_one_line_before_anything_starts(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr("fifobatch.bench._ask", None)
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", *arguments])
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("python -m fifobatch bench: error: ")
+    assert message in err
+
+
+def test_what_cannot_be_sent_is_an_error_of_use(capsys):
+    assert main(["bench", "--dataset", "tasks:Locked", "--quick"]) == 2
+    out, err = capsys.readouterr()
+    progress, error = err.splitlines()
+    assert (out, progress) == ("", "--dataset tasks:Locked ...")
+    assert error.startswith(
+        "python -m fifobatch bench: error: --dataset tasks:Locked, fifobatch: PlanError: cannot send Locked to the "
+        "worker processes: dataset.lock is a "
+    )
+
+
+def test_a_workload_that_fails_is_named_in_one_line(capsys, monkeypatch):
+    reply = json.dumps({"error": "ValueError: no In fifobatch worker 7, loading dataset[5]", "status": 1})
+    monkeypatch.setattr("fifobatch.bench.CHILD", f"print({reply!r})")
+    assert main(["bench", "--only", "tiny"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "tiny ...",
+        "python -m fifobatch bench: error: tiny: ValueError: no In fifobatch worker 7, loading dataset[5]",
+    ]
+
+
+def test_a_child_that_dies_is_named_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("fifobatch.bench.CHILD", "import os; os.kill(os.getpid(), 9)")
+    assert main(["bench", "--only", "memory"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "memory ...",
+        "python -m fifobatch bench: error: memory, fifobatch: the process ended with status -9",
+    ]
+
+
+def test_what_is_skipped_is_said(capsys, monkeypatch):
+    monkeypatch.setattr("fifobatch.bench.installed_peers", lambda: ["torchdata"])
+    asked = []
+    monkeypatch.setattr("fifobatch.bench._ask", lambda request: asked.append(request) or [])
+    assert main(["bench", "--peers"]) == 0
+    assert "not installed, so not measured: joblib, spdl" in capsys.readouterr().out
+    contenders = {request.workload: {*request.contenders} for request in asked}
+    assert list(contenders) == WORKLOADS
+    assert {name for name, found in contenders.items() if "torchdata" in found} == {*WARM}
+
+
+def test_what_is_written_is_what_is_shown(capfd, tmp_path):
+    assert main(["bench", "--only", "tiny", "--quick", "--json", "figures.json"]) == 0
+    out, err = capfd.readouterr()
+    assert err == "tiny ...\n"
+    written = json.loads((tmp_path / "figures.json").read_text())
+    assert written["facts"].keys() == {"fifobatch", "torch", "python", "cores"}
+    assert written["quick"] is True
+    (tiny,) = written["figures"]
+    contenders = ["fifobatch", "torch in_order=True", "torch in_order=False"]
+    assert list(tiny["rounds"]) == list(tiny["medians"]) == contenders
+    for contender, values in tiny["rounds"].items():
+        assert len(values) == 2
+        assert tiny["medians"][contender] == pytest.approx(sum(values) / 2)
+    (row,) = re.findall(r"^    tiny: 16 integers  batches/s +(.*)$", out, re.MULTILINE)
+    shown = row.split()
+    assert [float(cell.replace(",", "")) for cell in shown[:3]] == pytest.approx(
+        list(tiny["medians"].values()), abs=0.5
+    )
+    assert shown[3:5] == ["-", "-"]
+    assert ("faster" in row) == (tiny["to_torch"] > 1) or "equal" in row
+    assert str(tmp_path) not in json.dumps(written)
+
+
+def test_your_own_dataset_goes_through_the_same_table(capfd, tmp_path, monkeypatch):
+    monkeypatch.setattr("fifobatch.bench.ORDERS", ["torch in_order=True"])  # one child less
+    options = ["--batch-size", "5", "--num-workers", "2", "--collate-fn", "tasks:add", "--shuffle", "--quick"]
+    assert main(["bench", "--dataset", "tasks:Squares", *options, "--json", "figures.json"]) == 0
+    out, err = capfd.readouterr()
+    assert err.splitlines()[0] == "--dataset tasks:Squares ..."  # and what the dataset prints
+    assert "tasks:Squares: batch size 5, workers 2, shuffled" in out
+    first, epoch, rate = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    for each in first, epoch, rate:
+        assert list(each["medians"]) == ["fifobatch", "torch in_order=True"]
+        assert f"    {each['name']:19}  {each['unit']:9}" in out
+    for contender, seconds in epoch["medians"].items():
+        assert rate["medians"][contender] == pytest.approx(3 / seconds)
+
+
+STUCK = """
+from probes import Gate
+
+class Stuck(list):
+    def __getitem__(self, index):
+        Gate({folder!r}).arrive()
+        Gate({folder!r}).wait()
+
+stuck = Stuck([1, 2])
+"""
+
+
+def test_an_interrupt_leaves_no_process(start_script, gate):
+    arguments = ["bench", "--dataset", "stuck:stuck", "--num-workers", "2"]
+    source = f"import sys\nfrom fifobatch.__main__ import main\nsys.exit(main({arguments}))"
+    script = start_script(source, modules={"stuck": STUCK.format(folder=gate.folder)})
+    gate.arrivals(2)
+    script.interrupt()
+    assert script.finish() == (130, "", "--dataset stuck:stuck ...\ninterrupted\n")
