@@ -54,10 +54,10 @@ _LANDED, FINISH, CANCEL, GIVE_UP, EXIT = "landed", "finish", "cancel", "give up"
 class Engine:
     """The state that consumer, pool and supervisor share, under one lock; see the module's docstring."""
 
-    def __init__(self, max_workers: int, executor: Executor | None) -> None:
+    def __init__(self, max_workers: int, executor: Executor | None, arena: Arena | None) -> None:
         self.pid = os.getpid()
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.arena: Arena | None = None
+        self.arena = arena
         self.pool: WorkerPool | None = None
         self.trace = Trace()
         self._elsewhere = executor
@@ -68,11 +68,10 @@ class Engine:
         self._broken: str | None = None
         self._supervisor: threading.Thread | None = None
         self._end_lease: Callable[[], None] | None = None
-        if executor is None:
-            self.arena = Arena()
-            self._board = Board(self.arena)
+        if arena is not None:
+            self._board = Board(arena)
             self._flags = list(range(1, BOARD_BYTES))
-            self.pool = WorkerPool(max_workers, initialize, (self.arena.fd,))
+            self.pool = WorkerPool(max_workers, initialize, (arena.fd,))
         self._shipments = Shipments(self.arena, None if self.pool is None else self.pool.expect_modules)
         _engines.add(self)
 

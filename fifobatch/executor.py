@@ -5,6 +5,7 @@ Runs in the parent process, in the thread that calls; what goes on behind it is 
 
 import itertools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
@@ -13,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from fifobatch import server
+from fifobatch.arena import Arena
 from fifobatch.completion import BatchFuture, Completions
 from fifobatch.engine import CANCEL, FINISH, GIVE_UP, Engine
 from fifobatch.errors import PlanError
@@ -75,9 +77,10 @@ class BatchExecutor:
             max_workers = getattr(executor, "_max_workers", None) or cpu_count()
         self.max_workers = check_count("max_workers", max_workers, 1)
         self.worker_init_fn = worker_init_fn
-        if executor is None and not server.available:
+        arena = _make_arena() if executor is None else None
+        if executor is None and arena is None:
             executor = self._owned = loky_pool(self.max_workers)
-        self._engine = Engine(self.max_workers, executor)
+        self._engine = Engine(self.max_workers, executor, arena)
         self._runs: weakref.WeakKeyDictionary[BatchPlan, Run] = weakref.WeakKeyDictionary()
         self._latest: weakref.WeakKeyDictionary[object, Run] = weakref.WeakKeyDictionary()
         self._finalizer = weakref.finalize(self, self._engine.inbox.put, GIVE_UP)
@@ -211,3 +214,17 @@ class BatchExecutor:
 
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown(wait=True)
+
+
+def _make_arena() -> Arena | None:
+    """Return the memory that batches travel in; None where they have to go through loky's pipes."""
+    if not server.available:
+        return None
+    try:
+        return Arena()
+    except OSError as error:  # a limit on the size of files (ulimit -f), or on descriptors
+        warnings.warn(
+            f"no shared memory file can be made ({error}): batches go through pipes, which is slower. See `ulimit -a`",
+            stacklevel=4,
+        )
+        return None

@@ -11,11 +11,12 @@ import contextlib
 import ctypes
 import functools
 import io
+import os
 import pickle
 import sys
 import traceback
 import types
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -56,12 +57,13 @@ class Pickled:
         return len(self.data) + sum(buffer.nbytes for buffer in self.buffers)
 
 
-def dumps(obj: object, *, classes_by_id: bool = False) -> Pickled:
+def dumps(obj: object, *, to_parent: bool = False) -> Pickled:
     """Pickle anything that cloudpickle can, with big buffers out of band.
 
     Args:
         obj: What to pickle.
-        classes_by_id: Name the classes that came with a dataset by id: for what goes back to where they came from.
+        to_parent: Whether it goes back to where the dataset came from. Classes that came with that are named by id
+            then, and memory-mapped files (``numpy.memmap``) are read now. To the worker they go by their path.
 
     Raises:
         Exception: Whatever the object's own pickling raises; ``TypeError`` for an open file.
@@ -71,7 +73,7 @@ def dumps(obj: object, *, classes_by_id: bool = False) -> Pickled:
         # In a child that multiprocessing has spawned, this is the user's script: no worker can import it.
         cloudpickle.register_pickle_by_value(main)
     file = io.BytesIO()
-    pickler = _Pickler(file, _received if classes_by_id else ())
+    pickler = _Pickler(file, to_parent)
     pickler.dump(obj)
     return Pickled(file.getvalue(), pickler.blocks, pickler.modules, pickler.shares_memory)
 
@@ -96,7 +98,7 @@ def sent_classes() -> list[type]:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    def __init__(self, file: io.BytesIO, classes_by_id: Collection[str]) -> None:
+    def __init__(self, file: io.BytesIO, to_parent: bool) -> None:
         blocks: list[memoryview] = []
 
         def take(buffer: pickle.PickleBuffer) -> bool:
@@ -110,16 +112,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self.blocks = blocks
         self.modules: set[str] = set()
         self.shares_memory = False
-        self._classes_by_id = classes_by_id
+        self._to_parent = to_parent
 
     def reducer_override(self, obj: Any) -> Any:
         """Take plain tensors out of band, and note what unpickling will import (called by pickle's C code)."""
         if type(obj) is torch.Tensor:
             return self._reduce_tensor(obj)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and type(obj) is numpy.memmap and not self._to_parent:
+            return _reduce_memmap(obj)
         is_class = isinstance(obj, type)
-        if is_class and self._classes_by_id:
+        if is_class and self._to_parent:
             class_id = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(obj)
-            if class_id in self._classes_by_id:
+            if class_id in _received:
                 return _class_by_id, (class_id, obj.__qualname__)
         if isinstance(obj, types.ModuleType):
             self.modules.add(obj.__name__)
@@ -140,6 +145,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if not plain:
             return NotImplemented  # torch's own pickling
         if tensor.requires_grad:
+            if not tensor.is_leaf:
+                raise RuntimeError(
+                    "cannot pickle a tensor that requires_grad and is not a leaf: its graph stays behind. Call "
+                    "detach() on it, in __getitem__ or collate_fn"
+                )
             return _requiring_grad, (tensor.detach(),)
         self.shares_memory = self.shares_memory or tensor.is_shared()  # type: ignore[no-untyped-call]
         flat = tensor
@@ -152,6 +162,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         block = (ctypes.c_char * tensor.nbytes).from_address(flat.data_ptr())
         block._tensor = tensor  # type: ignore[attr-defined]  # the block does not own its memory
         return _tensor, (pickle.PickleBuffer(block), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _reduce_memmap(array: Any) -> Any:
+    """Have a memory-mapped file opened again where it is unpickled, as joblib does; else its array's own pickling.
+
+    Changes of a copy-on-write map are in no file, and a slice with gaps is smaller than what it is cut from.
+    """
+    whole = array
+    while type(whole.base) is type(array):
+        whole = whole.base
+    contiguous = array.flags.c_contiguous or array.flags.f_contiguous
+    if not contiguous or array.mode == "c" or not array.size or not os.path.isfile(whole.filename or ""):
+        return NotImplemented
+    offset = whole.offset + array.ctypes.data - whole.ctypes.data
+    mode = "r" if array.mode == "r" else "r+"  # not "w+", which would empty the file
+    order = "C" if array.flags.c_contiguous else "F"
+    return type(array), (whole.filename, array.dtype, mode, offset, array.shape, order)
 
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
@@ -220,7 +247,7 @@ def _pickle_error(error: BaseException) -> bytes | None:
         forms = forms[1:]
     for form in forms:
         try:
-            pickled = dumps(form, classes_by_id=True)
+            pickled = dumps(form, to_parent=True)
             data = pickle.dumps((pickled.data, [bytes(block) for block in pickled.buffers]))
             loaded = _load_error(data)
             if type(loaded) is cls and _text(loaded) == _text(error):  # what pickles need not unpickle, so try

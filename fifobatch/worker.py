@@ -211,7 +211,7 @@ def load(data: bytes) -> Answer:
         if batch is ABANDONED:
             return answer("abandoned", None)
         where = f"packing the batch of chunk {task.number} (indices {brief(indices)})"
-        return answer("batch", dumps(batch, classes_by_id=True))
+        return answer("batch", dumps(batch, to_parent=True))
     except BaseException as error:  # the process boundary: what the user's code raises must not break the pool
         told = _report(error, where)
         try:

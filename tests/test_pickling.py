@@ -208,12 +208,51 @@ def test_of_a_big_tensor_only_the_slice_is_shipped_also_where_it_is_small():
     assert buffers == []
 
 
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_of_a_big_tensor_only_the_slice_is_shipped_whether_or_not_it_requires_grad(requires_grad):
-    part = torch.zeros(1_000_000, requires_grad=requires_grad)[:1000]
+def test_a_leaf_that_requires_grad_arrives_as_one():
+    part = torch.zeros(1_000_000)[:1000].requires_grad_()
     data, buffers = sizes(part)
     assert data + sum(buffers) < 4500
-    assert travel(part).requires_grad == requires_grad
+    arrived = travel(part)
+    assert arrived.requires_grad
+    assert arrived.is_leaf
+
+
+def test_a_tensor_with_a_graph_is_refused():
+    with pytest.raises(RuntimeError, match=r"requires_grad .* detach\(\)"):
+        dumps([torch.zeros(10, requires_grad=True) * 2])
+
+
+@pytest.fixture
+def mapped(tmp_path: Path) -> np.memmap:
+    array = np.memmap(tmp_path / "file", np.float32, "w+", shape=(100, 1000))
+    array[:] = np.arange(100_000).reshape(100, 1000)
+    array.flush()
+    return array
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "w+"])
+def test_a_mapped_file_goes_to_the_workers_by_its_path(mapped: np.memmap, mode: str):
+    array = mapped if mode == "w+" else np.memmap(mapped.filename, np.float32, mode, shape=mapped.shape)
+    for part in (array, array[7:20], array[3], array.T):
+        data, buffers = sizes(part)
+        assert data + sum(buffers) < 1000
+        arrived = travel(part)
+        assert type(arrived) is np.memmap
+        assert arrived.mode == ("r" if mode == "r" else "r+")
+        assert np.array_equal(arrived, part)
+    assert mapped[99, 999] == 99_999  # and it was not emptied
+
+
+def test_what_of_a_mapped_file_is_not_in_the_file_goes_by_value(mapped: np.memmap):
+    changed = np.memmap(mapped.filename, np.float32, "c", shape=mapped.shape)
+    changed[0] = -1
+    Path(mapped.filename).unlink()
+    for part in (changed, mapped[5], mapped[:, 3]):
+        assert np.array_equal(travel(part), part)
+
+
+def test_what_a_worker_read_from_a_mapped_file_comes_back_as_read(mapped: np.memmap):
+    assert dumps(mapped[5], to_parent=True).nbytes > 4000
 
 
 def test_of_a_big_array_only_the_slice_is_shipped():
@@ -532,7 +571,7 @@ def test_an_object_comes_back_as_one_of_the_senders_own_class():
         copy = loads_sent(sent.data)
         assert type(copy) is not Label
         copy.text = "dog"
-        back = dumps([copy], classes_by_id=True)
+        back = dumps([copy], to_parent=True)
         assert b"__init__" not in back.data  # named, not sent
     (arrived,) = loads(back.data)
     assert type(arrived) is Label
@@ -543,14 +582,14 @@ def test_a_class_that_is_gone_is_an_error_that_names_it():
     Label = make_class()
     sent = dumps(Label("cat"))
     with forgetting(Label):
-        back = dumps(loads_sent(sent.data), classes_by_id=True)
+        back = dumps(loads_sent(sent.data), to_parent=True)
     with forgetting(Label), pytest.raises(pickle.UnpicklingError, match="Label is gone"):
         loads(back.data)
 
 
 def test_a_class_that_did_not_come_with_a_dataset_is_sent_itself():
     Label = make_class()
-    assert b"__init__" in dumps(Label("cat"), classes_by_id=True).data
+    assert b"__init__" in dumps(Label("cat"), to_parent=True).data
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
