@@ -112,8 +112,11 @@ class Figure:
         theirs = [value for contender, value in medians.items() if contender in [*ORDERS, *STARTS]]
         if FIFOBATCH not in medians or not theirs:
             return None
-        few = self.unit in ("s", "MB")
-        return min(theirs) / medians[FIFOBATCH] if few else medians[FIFOBATCH] / max(theirs)
+        few = not self.unit.endswith("/s")
+        best = min(theirs) if few else max(theirs)
+        if best <= 0 or medians[FIFOBATCH] <= 0:  # a growth of nothing
+            return None
+        return best / medians[FIFOBATCH] if few else medians[FIFOBATCH] / best
 
     def verdict(self) -> str:
         """Return `to_torch` in words, such as ``1.80x faster``."""
@@ -122,7 +125,7 @@ class Figure:
         ratio = max(self.to_torch, 1 / self.to_torch)
         if f"{ratio:.2f}" == "1.00":
             return "equal"
-        better, worse = ("less", "more") if self.unit == "MB" else ("faster", "slower")
+        better, worse = ("faster", "slower") if self.unit.endswith("s") else ("less", "more")
         return f"{_number(ratio)}x {better if self.to_torch > 1 else worse}"
 
 
@@ -240,13 +243,13 @@ def _row(figure: Figure) -> dict[str, Any]:
 
 
 def format_table(figures: Sequence[Figure]) -> str:
-    """Return the figures as text, indented as a code block: loading, starting up, and other libraries."""
+    """Return the figures as text, indented as a code block: loading, start and memory, and other libraries."""
     loading = [figure for figure in figures if figure.values.keys() & {*ORDERS}]
     starting = [figure for figure in figures if figure not in loading]
     others = [figure for figure in loading if figure.values.keys() & {*PEERS}]
     blocks = [
         _block("loading", ORDERS, loading, against_torch=True),
-        _block("starting up", STARTS, starting, against_torch=True),
+        _block("start and memory", STARTS, starting, against_torch=True),
         _block("other libraries", [peer for peer in PEERS if any(peer in figure.values for figure in others)], others),
     ]
     return "\n\n".join(filter(None, blocks))

@@ -69,7 +69,8 @@ def make_loader(contender: str, dataset: Any, *, batch_size: int, num_workers: i
         options: Further arguments of torch's `DataLoader`, which the other libraries do not take.
     """
     if contender == FIFOBATCH:
-        return FifoLoader(dataset, batch_size=batch_size, num_workers=num_workers, persistent_workers=True, **options)
+        options |= {} if "executor" in options else {"persistent_workers": True}
+        return FifoLoader(dataset, batch_size=batch_size, num_workers=num_workers, **options)
     if contender in TORCH_OPTIONS:
         options |= TORCH_OPTIONS[contender]
         return DataLoader(dataset, batch_size=batch_size, num_workers=num_workers, persistent_workers=True, **options)

@@ -17,13 +17,11 @@ they can, and have default settings otherwise.
 import functools
 import heapq
 import importlib
+import itertools
 import json
-import multiprocessing
 import os
 import random
-import select
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -33,10 +31,19 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch.utils.data import TensorDataset
 
-from fifobatch import PlanError
+from fifobatch import BatchExecutor, FifoLoader, PlanError
 from fifobatch.arguments import describe, find, find_dataset
-from fifobatch.contenders import IDEAL, WORKERS, Epoch, Measured, make_loader, measure_epochs
+from fifobatch.contenders import FIFOBATCH, IDEAL, WORKERS, Epoch, Measured, make_loader, measure_epochs
+from fifobatch.gauges import (
+    await_end,
+    private_megabytes,
+    program_seconds,
+    resources,
+    shared_megabytes,
+    tree_megabytes,
+)
 
 __all__ = ["FRESH", "WARM", "answer", "list_schedule", "own"]
 
@@ -173,7 +180,7 @@ def cold(contender: str, num_workers: int, torch_seconds: float) -> list[Measure
     """
     if contender != IDEAL:
         return [Measured("cold: first batch", "s", contender, _first_batch(contender, Pids(128, 0.0), num_workers))]
-    program = _program_seconds("import torch") - _program_seconds("pass")
+    program = program_seconds("import torch") - program_seconds("pass")
     return [
         Measured("cold: first batch", "s", IDEAL, torch_seconds),
         Measured("cold: import torch, program", "s", IDEAL, program),
@@ -212,7 +219,7 @@ def second(contender: str, num_workers: int, _: float) -> list[Measured]:
     nothing refers to it any more, and its worker processes have ended: they are waited for. The second follows at once;
     two seconds later our fork server would have left, and its start would be cold again.
     """
-    _await_end(_pids(make_loader(contender, Pids(256, 0.01), batch_size=1, num_workers=num_workers)))
+    await_end(_pids(make_loader(contender, Pids(256, 0.01), batch_size=1, num_workers=num_workers)))
     return [Measured("second: first batch", "s", contender, _first_batch(contender, Pids(128, 0.0), num_workers))]
 
 
@@ -226,7 +233,66 @@ def memory(contender: str, num_workers: int, _: float) -> list[Measured]:
         return []
     loader = make_loader(contender, Pids(256, 0.01), batch_size=1, num_workers=num_workers)
     pids = _pids(loader)  # its workers stay as long as the loader does
-    return [Measured("memory: private, a worker", "MB", contender, statistics.median(map(_private_megabytes, pids)))]
+    return [Measured("memory: private, a worker", "MB", contender, statistics.median(map(private_megabytes, pids)))]
+
+
+def bounded(contender: str, num_workers: int, _: float) -> list[Measured]:
+    """A loop slower than its workers: how much memory is under way, and does any stay?
+
+    4 workers, images as in `transport`, 8 batches under way (that is ``prefetch_factor=2`` in torch's loader too). The
+    shared memory of the whole machine (``Shmem`` of ``/proc/meminfo``) is read at each of 50 batches, for each of
+    which the loop takes 20 ms; the peak counts from what it was before. The ideal is the 8, the one in the loop's hand
+    and the next. Then the loop runs on, and what the program has after 2,000 batches (400 of torch's, which takes long)
+    is set against what it had after 200: resident memory, and descriptors, mappings and threads together.
+    """
+    if sys.platform != "linux":
+        return []
+    quick = num_workers < WORKERS
+    early, late = (20, 60) if quick else (200, 2000 if contender == FIFOBATCH else 400)
+    before, peak, counts = shared_megabytes(), 0.0, {}
+    loader = make_loader(contender, Slices(late * 32, 3, 224, 224), batch_size=32, num_workers=4)
+    for number, _batch in enumerate(loader, 1):
+        if number <= 50:
+            time.sleep(0.02)
+            peak = max(peak, shared_megabytes() - before)
+        if number in (early, late):
+            counts[number] = resources()
+    (memory_early, count_early), (memory_late, count_late) = counts[early], counts[late]
+    return [
+        Measured("bounded: peak shared", "MB", contender, peak),
+        Measured("bounded: peak shared", "MB", IDEAL, 10 * 32 * 3 * 224 * 224 * 4 / 1e6),
+        Measured("bounded: growth, resident", "MB", contender, memory_late - memory_early),
+        Measured("bounded: growth, handles", "count", contender, count_late - count_early),
+    ]
+
+
+def in_memory(contender: str, num_workers: int, _: float) -> list[Measured]:
+    """A dataset of 1 GiB in memory: is it copied for each worker?
+
+    8 workers, a `TensorDataset`, shuffled. How much the program and all its workers have more (``Pss``, in which a page
+    that n processes share counts as an n-th in each) in the middle of the epoch than before the loader was made, the
+    dataset being there already; and the time to the first batch. Ours has warm workers, of an executor that has loaded
+    something else: that is what an executor is for, and torch has nothing like it. So torch's figures have the start of
+    its workers in them.
+    """
+    if sys.platform != "linux":
+        return []
+    dataset = TensorDataset(torch.rand(2**18 if num_workers == WORKERS else 2**15, 1024))
+    options: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "shuffle": True}
+    if contender == FIFOBATCH:
+        options["executor"] = executor = BatchExecutor(num_workers)
+        _pids(FifoLoader(Pids(256, 0.01), executor=executor))
+    before = tree_megabytes()
+    start = time.perf_counter()
+    batches = iter(make_loader(contender, dataset, batch_size=64, num_workers=num_workers, **options))
+    next(batches)
+    seconds = time.perf_counter() - start
+    for _batch in itertools.islice(batches, len(dataset) // 128):
+        pass
+    return [
+        Measured("in memory: growth", "MB", contender, tree_megabytes() - before),
+        Measured("in memory: first batch", "s", contender, seconds),
+    ]
 
 
 def _first_batch(contender: str, dataset: Any, num_workers: int) -> float:
@@ -236,32 +302,8 @@ def _first_batch(contender: str, dataset: Any, num_workers: int) -> float:
     return time.perf_counter() - start
 
 
-def _program_seconds(code: str) -> float:
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True)
-    return time.perf_counter() - start
-
-
 def _pids(loader: Iterable[Any]) -> set[int]:
     return {pid for batch in loader for pid in batch.tolist()}
-
-
-def _await_end(pids: Iterable[int]) -> None:
-    for child in multiprocessing.active_children():
-        child.join()
-    if sys.platform == "linux":  # our workers are the fork server's children, unknown to multiprocessing
-        for pid in pids:
-            try:
-                ended = os.pidfd_open(pid)
-            except ProcessLookupError:
-                continue
-            select.select([ended], [], [])
-            os.close(ended)
-
-
-def _private_megabytes(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / 1e6
 
 
 def own(contender: str, name: str, collate_fn: str | None, **options: Any) -> list[Measured]:
@@ -292,7 +334,14 @@ def own(contender: str, name: str, collate_fn: str | None, **options: Any) -> li
 
 
 WARM = {"skew": skew, "transport": transport, "tiny": tiny}
-FRESH = {"cold": cold, "package": package, "second": second, "memory": memory}
+FRESH = {
+    "cold": cold,
+    "package": package,
+    "second": second,
+    "memory": memory,
+    "bounded": bounded,
+    "in_memory": in_memory,
+}
 
 
 def answer(request: str, torch_seconds: float) -> None:

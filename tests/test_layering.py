@@ -41,6 +41,7 @@ ORDER = [
     "arguments",
     "__init__",
     "contenders",
+    "gauges",
     "workloads",
     "bench",
     "__main__",

@@ -293,3 +293,39 @@ def test_whatever_is_an_integer_is_accepted_and_becomes_an_int(three):
 
 def test_check_count_returns_the_int():
     assert check_count("epoch", np.int16(7), 0) == 7
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50)), min_size=1, max_size=40),
+    st.integers(1, 6),
+    st.integers(1, 120),
+)
+def test_bytes_under_way_stay_within_max_bytes(steps, size, max_bytes):
+    """Whatever completes when: known bytes and guesses stay within the limit, but for one batch that is alone."""
+    window: Window[int] = Window(size, max_bytes=max_bytes)
+    loading: list[int] = []
+    sizes: dict[int, int] = {}
+    for choice, nbytes in steps:
+        while not window.full:
+            alone = window.under_way == 0
+            loading.append(window.submit())
+            largest = max(sizes.values(), default=None)
+            if not alone:
+                known = sum(sizes[number] for number in range(window.submitted) if number in arrived(window, sizes, loading))
+                assert largest is not None, "while no size is known, there is one batch only"
+                assert known + largest * len(loading) <= max_bytes
+        if loading:
+            number = loading.pop(choice % len(loading))
+            sizes[number] = nbytes
+            window.complete(number, number, nbytes)
+        if choice and window.ready:
+            delivered.add(window.deliver()[0])
+    delivered.clear()
+    assert window.under_way >= 1 or not window.full
+
+
+delivered: set[int] = set()
+
+
+def arrived(window: Window[int], sizes: dict[int, int], loading: list[int]) -> set[int]:
+    return set(sizes) - delivered - set(loading)
