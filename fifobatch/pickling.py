@@ -15,7 +15,7 @@ import pickle
 import sys
 import traceback
 import types
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -131,8 +131,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        layout = tensor.layout
         plain = (
-            tensor.layout is torch.strided
+            (layout is torch.strided or layout is torch.sparse_coo or layout in _COMPRESSED)
             and tensor.device.type == "cpu"
             and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
             and not tensor.__dict__
@@ -141,6 +142,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return NotImplemented  # torch's own pickling
         if tensor.requires_grad:
             return _requiring_grad, (tensor.detach(),)
+        if layout is not torch.strided:
+            return _reduce_sparse(tensor)
         self.shares_memory = self.shares_memory or tensor.is_shared()  # type: ignore[no-untyped-call]
         flat = tensor
         if not tensor.is_contiguous():
@@ -152,6 +155,31 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         block = (ctypes.c_char * tensor.nbytes).from_address(flat.data_ptr())
         block._tensor = tensor  # type: ignore[attr-defined]  # the block does not own its memory
         return _tensor, (pickle.PickleBuffer(block), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+# torch's own pickling of sparse tensors keeps all that it has unpickled alive, until the next torch.load.
+_COMPRESSED: dict[torch.layout, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+}
+
+
+def _reduce_sparse(tensor: torch.Tensor) -> Any:
+    shape = tuple(tensor.shape)
+    if tensor.layout is torch.sparse_coo:
+        return _sparse, (tensor._indices(), tensor._values(), shape, tensor.is_coalesced())
+    compressed, plain = _COMPRESSED[tensor.layout]
+    return _sparse_compressed, (tensor.layout, compressed(tensor), plain(tensor), tensor.values(), shape)
+
+
+def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], coalesced: bool) -> torch.Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
+
+
+def _sparse_compressed(layout: torch.layout, *parts: Any) -> torch.Tensor:
+    return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=False)
 
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:

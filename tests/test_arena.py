@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import gc
+import itertools
 import mmap
 import os
 import random
@@ -245,7 +246,7 @@ def lent(layout: tuple[int, list[int]]) -> tuple[Arena, int, list[memoryview]]:
 
 
 def test_what_is_lent_is_what_was_written_and_can_be_written(layout: tuple[int, list[int]]) -> None:
-    arena, slot, blocks = lent(layout)
+    _arena, slot, blocks = lent(layout)
     assert [bytes(block) for block in blocks] == [content(size, slot) for size in layout[1]]
     for block in blocks:
         assert not block.readonly
@@ -551,7 +552,7 @@ def test_threads_reserve_places_that_do_not_overlap() -> None:
         futures = [threads.submit(work, seed) for seed in range(4)]
         places = sorted(place for future in futures for place in future.result(60))
     assert all(offset % PAGE == 0 for offset, _ in places)
-    assert all(offset + size <= following for (offset, size), (following, _) in zip(places, places[1:]))
+    assert all(offset + size <= following for (offset, size), (following, _) in itertools.pairwise(places))
 
 
 # -- writing in place --------------------------------------------------------------------------------------------------
@@ -571,7 +572,7 @@ def advice(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
             super().madvise(option, *args)
 
     monkeypatch.setattr(mmap, "mmap", Mapping)
-    yield calls
+    return calls
 
 
 def test_memory_of_a_slot_has_its_pages_before_it_is_written(advice: list[tuple[int, ...]]) -> None:
@@ -706,7 +707,7 @@ def test_places_of_two_rooms_never_touch(monkeypatch: pytest.MonkeyPatch) -> Non
         room = Room(arena, None, sum(blocks) + 2 * ALIGNMENT * len(blocks))
         places += [room.put(memoryview(content(size, size))) for size in blocks]
     assert [arena.read(place) for place in places] == [content(size, size) for _, size in places]
-    assert all(offset + size <= following for (offset, size), (following, _) in zip(places, places[1:]))
+    assert all(offset + size <= following for (offset, size), (following, _) in itertools.pairwise(places))
 
 
 def test_all_that_is_put_in_a_reserved_place_lies_in_it() -> None:
