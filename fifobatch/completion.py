@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
@@ -204,7 +205,7 @@ class Completions(Iterator[Any]):
                 self._chunks, self._plan_error = None, error.with_traceback(_outside(error))
                 return
             self._window.submit()
-            future.add_done_callback(self._completed.put)  # type: ignore[arg-type]
+            future.add_done_callback(partial(_put, weakref.ref(self._completed)))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -219,6 +220,13 @@ class Completions(Iterator[Any]):
             self._chunks = None
             self._end()
             self._completed.put(None)
+
+
+def _put(completed: "weakref.ref[queue.SimpleQueue[Any]]", future: "Future[Batch[Any]]") -> None:
+    # Not the queue's own put: a future keeps its callbacks, and batches that nobody fetches would live in a cycle.
+    to = completed()
+    if to is not None:
+        to.put(future)
 
 
 def _outside(error: Exception) -> TracebackType | None:
