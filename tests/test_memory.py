@@ -10,7 +10,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -491,21 +490,43 @@ def test_no_slot_is_lost_where_indices_find_no_memory(monkeypatch: pytest.Monkey
 # -- without /dev/shm --------------------------------------------------------------------------------------------------
 
 SMALL_SHM = """
-import os, signal, sys
-import torch
-from fifobatch import FifoLoader
-from probes import Calls, processes
+import os, signal, subprocess, sys
 
-def image(index):
-    return torch.full((1_000_000,), index)
+def load():
+    import torch
+    from fifobatch import FifoLoader
+    from probes import Calls
 
-assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 2**20
-kept = list(FifoLoader(Calls(16, image), batch_size=2, num_workers=2).batches())
-assert all(batch.data[:, -1].tolist() == batch.indices for batch in kept)
-iterator = iter(FifoLoader(Calls(16, image), batch_size=2, num_workers=2))
-next(iterator)
-print(os.listdir("/dev/shm"), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
+    def image(index):
+        return torch.full((1_000_000,), index)
+
+    size = os.statvfs("/dev/shm")
+    assert size.f_blocks * size.f_frsize == 2**20
+    loader = FifoLoader(Calls(16, image), batch_size=2, num_workers=2)
+    kept = list(loader.batches())
+    assert all(batch.data[:, -1].tolist() == batch.indices for batch in kept)
+    iterator = iter(loader)
+    next(iterator)
+    print("loaded", len(kept), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def look():
+    import psutil
+    from conftest import await_end
+
+    print(subprocess.run([sys.executable, __file__, "load"]).returncode)
+    mark = os.environ["FIFOBATCH_TEST_SCRIPT"]
+    await_end([
+        process.pid
+        for process in psutil.process_iter(["environ"])
+        if (process.info["environ"] or {}).get("FIFOBATCH_TEST_SCRIPT") == mark and process.pid != os.getpid()
+    ])
+    print(os.listdir("/dev/shm"))
+
+if len(sys.argv) == 1:
+    inside = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {sys.executable} {os.path.abspath(__file__)} look"
+    os.execvp("unshare", ["unshare", "-m", "sh", "-c", inside])
+{"load": load, "look": look}[sys.argv[1]]()
 """
 
 
@@ -516,18 +537,12 @@ def private_mounts() -> bool:
 
 @pytest.mark.slow
 def test_a_dev_shm_of_1_mib_is_enough_and_a_killed_parent_leaves_nothing_there(
-    run_script: Callable[..., Finished], tmp_path: Path
+    run_script: Callable[..., Finished],
 ) -> None:
     if not private_mounts():
         pytest.skip("needs root, and unshare")
-    (tmp_path / "main.py").write_text(SMALL_SHM)
-    inner = (
-        f"mount -t tmpfs -o size=1m tmpfs /dev/shm; {sys.executable} {tmp_path}/main.py; "
-        'echo "ended with $?"; ls -A /dev/shm'
-    )
-    source = f"import subprocess; subprocess.run(['unshare', '-m', 'sh', '-c', {inner!r}])"
-    finished = run_script(source)
-    assert finished.stdout.splitlines() == ["[]", "ended with 137"]
+    finished = run_script(SMALL_SHM)
+    assert finished.stdout.splitlines() == ["loaded 8", "-9", "[]"], finished.stderr
 
 
 # -- more than 4 GiB ---------------------------------------------------------------------------------------------------
