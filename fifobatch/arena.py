@@ -110,10 +110,8 @@ class Arena:
 
     def give_back(self, slot: int) -> None:
         """Let ``slot`` be used again, and keep its pages for that, unless there are enough free ones."""
-        if len(self._free) < self.spare:
-            self._free.append(slot)
-        else:
-            self._release(slot)
+        self._free.append(slot)
+        self._trim()
 
     def lend(self, slot: int, places: list[Place]) -> list[memoryview]:
         """Return the writable contents of ``places``. When nobody refers to them any more, ``slot`` is given back.
@@ -175,8 +173,15 @@ class Arena:
     def close(self) -> None:
         """Give the pages of all free slots back to the system, and of others when they come back."""
         self.spare = 0
-        while self._free:
-            self._release(self._free.pop())
+        self._trim()
+
+    def _trim(self) -> None:
+        """Release free slots until there are ``spare``; several threads may do so, and others take and give back."""
+        while len(self._free) > self.spare:
+            try:
+                self._release(self._free.popleft())
+            except IndexError:  # another thread was quicker
+                pass
 
     def _release(self, slot: int) -> None:
         self._sizes.pop(slot, None)
@@ -189,15 +194,16 @@ class Arena:
 
     # -- anything, on both sides
 
-    def reserve(self, size: int) -> int:
-        """Return the offset of a place of ``size`` bytes that was never used and will not be used again."""
+    def reserve(self, size: int) -> Place:
+        """Return a place of whole pages, at least ``size`` bytes, that was never used and will not be used again."""
+        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._shipping:
             offset = self._shipped
-            self._shipped += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        return offset
+            self._shipped += size
+        return offset, size
 
     def punch(self, place: Place) -> None:
-        """Give the pages of ``place`` back to the system."""
+        """Give the pages of ``place`` back to the system: those that lie in it as a whole."""
         if self._pid == os.getpid():
             offset, size = (ctypes.c_longlong(number) for number in place)
             _libc.fallocate(self.fd, FALLOC_FL_KEEP_SIZE_PUNCH_HOLE, offset, size)
@@ -287,16 +293,17 @@ class Room:
         arena: The file.
         slot: The slot to write to; None for a reserved place.
         size: How much to reserve.
+
+    Attributes:
+        reserved: The place that was reserved: all that is put lies in it.
     """
 
     def __init__(self, arena: Arena, slot: int | None, size: int = 0) -> None:
         self.arena = arena
         self._slot = slot
         self._end = 0  # in the slot
-        if slot is None:
-            self._far = arena.reserve(size)
-        else:
-            self._far = ANNEXES + slot * ANNEX_BYTES
+        self.reserved = arena.reserve(size) if slot is None else (0, 0)
+        self._far = self.reserved[0] if slot is None else ANNEXES + slot * ANNEX_BYTES
         self._placed: dict[int, Place] = {}  # by address
 
     def allocate(self, size: int) -> memoryview | None:
@@ -323,7 +330,9 @@ class Room:
         Raises:
             OSError: There is no memory.
         """
-        place = None if block.readonly else self._placed.get(_address(block))
+        place = (
+            None if block.readonly else self._placed.pop(_address(block), None)
+        )  # once: who puts it again gets a copy
         if place is not None and place[1] == block.nbytes:
             return place
         start = -(-self._end // ALIGNMENT) * ALIGNMENT
@@ -331,8 +340,7 @@ class Room:
             offset = self._slot * SLOT_BYTES + start
             self._end = start + block.nbytes
         else:
-            granule = ALIGNMENT if block.nbytes < MAP_BYTES else mmap.PAGESIZE
-            offset = -(-self._far // granule) * granule
+            offset = -(-self._far // ALIGNMENT) * ALIGNMENT
             self._far = offset + block.nbytes
         try:
             self.arena.write(block, offset)

@@ -112,11 +112,11 @@ class Completions(Iterator[Any]):
         self.trace = trace
         self._timeout = timeout
         self._completed: queue.SimpleQueue[BatchFuture | None] = queue.SimpleQueue()
-        self._put: Callable[[Any], object] = self._completed.put
+        self._put: Callable[[Any], object] = partial(_put, weakref.ref(self._completed))
         if prepare is not None:
             # Its thread ends with the last reference to it: this iterator's, or that of a batch still to come.
             preparer = ThreadPoolExecutor(1, thread_name_prefix="fifobatch-prepare")
-            self._put = partial(_prepare_first, preparer, prepare, self._completed.put)
+            self._put = partial(_prepare_first, preparer, prepare, self._put)
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._plan_error: Exception | None = None
@@ -253,6 +253,13 @@ def _prepare(
             prepared.set_exception(error)
         future = prepared
     put(future)
+
+
+def _put(completed: "weakref.ref[queue.SimpleQueue[Any]]", future: "Future[Batch[Any]]") -> None:
+    # Not the queue's own put: a future keeps its callbacks, and batches that nobody fetches would live in a cycle.
+    to = completed()
+    if to is not None:
+        to.put(future)
 
 
 def _outside(error: Exception) -> TracebackType | None:

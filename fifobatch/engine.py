@@ -32,7 +32,7 @@ from fifobatch.completion import BatchFuture
 from fifobatch.errors import ClosedError, WorkerDiedError
 from fifobatch.fetch import Payload, brief
 from fifobatch.flight import Flight, Run
-from fifobatch.pickling import Pickled, loads, rebuild, report
+from fifobatch.pickling import loads, rebuild, report
 from fifobatch.plan import Batch, Chunk
 from fifobatch.pool import WorkerPool, at_exit
 from fifobatch.shipping import Shipments, cannot_send, pickle_indices
@@ -129,12 +129,16 @@ class Engine:
             self._start_supervisor()
             flight = Flight(run, future, None if self.arena is None else self.arena.take())
             self._flights[flight.key] = flight
+        parcel = None
         try:
-            future.inner = self._start(flight, indices)
+            if self.arena is not None and flight.slot is not None and indices is not None:
+                parcel = pack(indices, Room(self.arena, flight.slot))
+            future.inner = self._start(flight, parcel)
         except BaseException as error:
             # The pool may have queued the task all the same (an interrupt, a server that does not start), so its slot
-            # is not used again.
-            flight.slot = None
+            # is not used again; but if there was no memory for the indices, nobody else knows of it.
+            if parcel is not None:
+                flight.slot = None
             self._land(flight)
             if isinstance(error, BrokenExecutor):
                 raise self._explain(chunk, error) from error
@@ -143,7 +147,7 @@ class Engine:
         future.inner.add_done_callback(partial(self._arrived, flight.key))
         return future
 
-    def _start(self, flight: Flight, indices: Pickled | None, payload: bytes | None = None) -> Future[Answer]:
+    def _start(self, flight: Flight, indices: Parcel | None, payload: bytes | None = None) -> Future[Answer]:
         run, chunk = flight.run, flight.future.chunk
         alive = self._shipments.alive
         if self.arena is None or self.pool is None or indices is None or flight.slot is None:
@@ -160,7 +164,7 @@ class Engine:
             base_seed=run.base_seed,
             number=chunk.number,
             seed=chunk.seed,
-            indices=pack(indices, Room(self.arena, flight.slot)),
+            indices=indices,
             slot=flight.slot,
             slot_size=self.arena.size(flight.slot),
         )

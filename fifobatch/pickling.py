@@ -16,7 +16,7 @@ import pickle
 import sys
 import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -136,8 +136,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return super().reducer_override(obj)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        layout = tensor.layout
         plain = (
-            tensor.layout is torch.strided
+            (layout is torch.strided or layout is torch.sparse_coo or layout in _COMPRESSED)
             and tensor.device.type == "cpu"
             and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
             and not tensor.__dict__
@@ -151,6 +152,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
                     "detach() on it, in __getitem__ or collate_fn"
                 )
             return _requiring_grad, (tensor.detach(),)
+        if layout is not torch.strided:
+            return _reduce_sparse(tensor)
         self.shares_memory = self.shares_memory or tensor.is_shared()  # type: ignore[no-untyped-call]
         flat = tensor
         if not tensor.is_contiguous():
@@ -179,6 +182,31 @@ def _reduce_memmap(array: Any) -> Any:
     mode = "r" if array.mode == "r" else "r+"  # not "w+", which would empty the file
     order = "C" if array.flags.c_contiguous else "F"
     return type(array), (whole.filename, array.dtype, mode, offset, array.shape, order)
+
+
+# torch's own pickling of sparse tensors keeps all that it has unpickled alive, until the next torch.load.
+_COMPRESSED: dict[torch.layout, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+}
+
+
+def _reduce_sparse(tensor: torch.Tensor) -> Any:
+    shape = tuple(tensor.shape)
+    if tensor.layout is torch.sparse_coo:
+        return _sparse, (tensor._indices(), tensor._values(), shape, tensor.is_coalesced())
+    compressed, plain = _COMPRESSED[tensor.layout]
+    return _sparse_compressed, (tensor.layout, compressed(tensor), plain(tensor), tensor.values(), shape)
+
+
+def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], coalesced: bool) -> torch.Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
+
+
+def _sparse_compressed(layout: torch.layout, *parts: Any) -> torch.Tensor:
+    return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=False)
 
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:

@@ -9,14 +9,13 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
-from fifobatch.arena import ALIGNMENT, Arena, Place, Room
+from fifobatch.arena import ALIGNMENT, Arena, Room
 from fifobatch.errors import PlanError
 from fifobatch.fetch import Payload
 from fifobatch.pickling import Pickled, dumps, find_culprit, sent_classes
-from fifobatch.transport import Parcel, holds, pack, places
+from fifobatch.transport import Parcel, holds, pack
 from fifobatch.worker import Context, plans_here
 
 __all__ = ["Shipment", "Shipments", "cannot_send", "pickle_indices"]
@@ -35,20 +34,15 @@ class Shipment:
         self.content = content
         self.parcel = Parcel()
         self._classes: list[type] = []
-        if arena is not None and pickled is not None:
-            self.parcel = pack(pickled, Room(arena, None, pickled.nbytes + 2 * ALIGNMENT * len(pickled.buffers)))
-            self._classes = sent_classes()  # what comes back names them by id
-            done: Callable[[], object] = partial(_punch, arena, places(arena, self.parcel))
-        else:
+        if arena is None or pickled is None:
             if isinstance(content, Payload):
                 plans_here[self.token] = content
-            done = partial(plans_here.pop, self.token, None)
-        weakref.finalize(self, done).atexit = False
-
-
-def _punch(arena: Arena, used: list[Place]) -> None:
-    for place in used:
-        arena.punch(place)
+            weakref.finalize(self, plans_here.pop, self.token, None).atexit = False
+            return
+        room = Room(arena, None, pickled.nbytes + 2 * ALIGNMENT * len(pickled.buffers))
+        weakref.finalize(self, arena.punch, room.reserved).atexit = False  # also where there is no memory for all of it
+        self.parcel = pack(pickled, room)
+        self._classes = sent_classes()  # what comes back names them by id
 
 
 class Shipments:

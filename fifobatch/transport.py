@@ -68,10 +68,12 @@ def unpack(arena: Arena, slot: int, parcel: Parcel) -> tuple[bytes | memoryview,
     Raises:
         OSError: There is no memory.
     """
-    if not parcel.table:
+    try:
+        where = places(arena, parcel)
+    except BaseException:
         arena.give_back(slot)
-        return parcel.pickle, []
-    return _split(parcel, arena.lend(slot, places(arena, parcel)))
+        raise
+    return _split(parcel, arena.lend(slot, where))
 
 
 def read(arena: Arena, parcel: Parcel) -> tuple[bytes | memoryview, list[memoryview]]:

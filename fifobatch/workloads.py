@@ -237,7 +237,7 @@ def memory(contender: str, num_workers: int, _: float) -> list[Measured]:
 
 
 def bounded(contender: str, num_workers: int, _: float) -> list[Measured]:
-    """A loop slower than its workers: how much memory is under way, and does any stay?
+    """A slow loop: how much memory is under way, and does any stay?
 
     4 workers, images as in `transport`, 8 batches under way (that is ``prefetch_factor=2`` in torch's loader too). The
     shared memory of the whole machine (``Shmem`` of ``/proc/meminfo``) is read at each of 50 batches, for each of

@@ -117,10 +117,10 @@ TABLE = """\
     made up  s               1.05      2.00      1.26   1.00     1.05  1.20x faster
     made up  batches/s      1,500     1,000      10.0      -        -  1.50x faster
 
-    starting up        fifobatch  torch  torch  ideal  ours to       ours to
-                                   fork  spawn           ideal    best torch
-    first batch     s       2.00   0.10   16.0   1.60     1.25  20.0x slower
-      import torch  s          -      -      -   2.00        -
+    start and memory     fifobatch  torch  torch  ideal  ours to       ours to
+                                     fork  spawn           ideal    best torch
+    first batch       s       2.00   0.10   16.0   1.60     1.25  20.0x slower
+      import torch    s          -      -      -   2.00        -
 
     other libraries             fifobatch  joblib
     made up          batches/s      1,500   3,000"""

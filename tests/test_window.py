@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fifobatch.window import Window, check_count
+from fifobatch.window import Window, check_bytes, check_count
 
 ORDERS = list(itertools.permutations(range(4)))
 
@@ -300,32 +300,52 @@ def test_check_count_returns_the_int():
     st.integers(1, 6),
     st.integers(1, 120),
 )
-def test_bytes_under_way_stay_within_max_bytes(steps, size, max_bytes):
+def test_bytes_under_way_stay_within_max_bytes(steps: list[tuple[int, int]], size: int, max_bytes: int):
     """Whatever completes when: known bytes and guesses stay within the limit, but for one batch that is alone."""
     window: Window[int] = Window(size, max_bytes=max_bytes)
     loading: list[int] = []
-    sizes: dict[int, int] = {}
+    here: dict[int, int] = {}
+    seen: list[int] = []
     for choice, nbytes in steps:
         while not window.full:
             alone = window.under_way == 0
             loading.append(window.submit())
-            largest = max(sizes.values(), default=None)
             if not alone:
-                known = sum(sizes[number] for number in range(window.submitted) if number in arrived(window, sizes, loading))
-                assert largest is not None, "while no size is known, there is one batch only"
-                assert known + largest * len(loading) <= max_bytes
+                assert seen, "while no size is known, there is one batch only"
+                assert sum(here.values()) + max(seen) * len(loading) <= max_bytes
+        assert window.under_way > 0, "one batch is always allowed"
         if loading:
             number = loading.pop(choice % len(loading))
-            sizes[number] = nbytes
+            here[number] = nbytes
+            seen.append(nbytes)
             window.complete(number, number, nbytes)
-        if choice and window.ready:
-            delivered.add(window.deliver()[0])
-    delivered.clear()
-    assert window.under_way >= 1 or not window.full
+        if window.ready and (choice or not loading):
+            del here[window.deliver()[0]]
 
 
-delivered: set[int] = set()
+def test_without_max_bytes_sizes_do_not_count():
+    window: Window[int] = Window(3)
+    assert fill(window) == [0, 1, 2]
+    window.complete(0, 0, 10**12)
+    assert window.deliver() == (0, 0)
+    assert fill(window) == [3]
 
 
-def arrived(window: Window[int], sizes: dict[int, int], loading: list[int]) -> set[int]:
-    return set(sizes) - delivered - set(loading)
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("512MiB", 2**29), ("2GB", 2 * 10**9), ("1.5 gib", 3 * 2**29), (" 7 ", 7), ("4k", 4000), ("1TiB", 2**40), (9, 9)],
+)
+def test_sizes_are_numbers_or_texts_with_a_unit(text: int | str, size: int):
+    assert check_bytes("max_bytes", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1GB", "1e9", "12 parsecs", "1,000", "0", 0, -5])
+def test_what_is_no_size_is_refused(text: int | str):
+    with pytest.raises(ValueError, match="max_bytes="):
+        check_bytes("max_bytes", text)
+
+
+@pytest.mark.parametrize("value", [1.5, True, b"1GB", [1]])
+def test_what_is_neither_a_number_nor_a_text_is_refused(value: Any):
+    with pytest.raises(TypeError, match="max_bytes="):
+        check_bytes("max_bytes", value)
