@@ -37,7 +37,7 @@ from fifobatch.plan import Batch, Chunk
 from fifobatch.pool import WorkerPool, at_exit
 from fifobatch.shipping import Shipments, cannot_send, pickle_indices
 from fifobatch.trace import Trace
-from fifobatch.transport import Parcel, pack, unpack
+from fifobatch.transport import TASK_BYTES, Parcel, pack, unpack
 from fifobatch.worker import Answer, Context, Task, initialize, load, load_elsewhere
 
 __all__ = ["CANCEL", "EXIT", "FINISH", "GIVE_UP", "Engine"]
@@ -132,7 +132,7 @@ class Engine:
         parcel = None
         try:
             if self.arena is not None and flight.slot is not None and indices is not None:
-                parcel = pack(indices, Room(self.arena, flight.slot))
+                parcel = pack(indices, Room(self.arena, flight.slot), TASK_BYTES)
             future.inner = self._start(flight, parcel)
         except BaseException as error:
             # The pool may have queued the task all the same (an interrupt, a server that does not start), so its slot

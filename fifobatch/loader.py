@@ -10,12 +10,11 @@ Without workers, or where this process may not have children, `InProcess` loads 
 """
 
 import functools
-import itertools
 import multiprocessing
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -28,7 +27,7 @@ from fifobatch.completion import BatchFuture, Completions
 from fifobatch.epoch import InProcess, LoaderIterator, pinning
 from fifobatch.errors import PlanError
 from fifobatch.executor import BatchExecutor
-from fifobatch.plan import Batch, BatchPlan, chunk_seed, refuse_iterable
+from fifobatch.plan import Batch, BatchPlan, refuse_iterable
 from fifobatch.pool import cpu_count
 from fifobatch.progress import Progress, check_options
 from fifobatch.trace import Span, Statistics, Trace
@@ -148,7 +147,6 @@ class FifoLoader(DataLoader[T_co]):
 
     def _start_afresh(self) -> None:
         self._own: BatchExecutor | None = None  # persistent_workers' executor
-        self._drawn: Iterator[int] | None = None  # the base seeds of its epochs
         self._end_lease: Callable[[], object] | None = None
         self._iterators: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()
 
@@ -198,7 +196,10 @@ class FifoLoader(DataLoader[T_co]):
         return self._trace.timeline()
 
     def _iterate(self, select: Callable[[Batch[Any]], Any]) -> "LoaderIterator":
-        plan = BatchPlan.of_loader(self, self._draw_seed(), self._epoch)
+        # As torch draws it: before the sampler draws, and whether or not anything is shuffled. With persistent_workers
+        # torch draws at the first epoch only; here epochs do not depend on where they are loaded.
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
+        plan = BatchPlan.of_loader(self, seed, self._epoch)
         progress = self._make_progress()
         try:
             batches, executor = self._load(plan, select)
@@ -211,14 +212,6 @@ class FifoLoader(DataLoader[T_co]):
         self._trace = batches.trace
         self._iterators.add(iterator)
         return iterator
-
-    def _draw_seed(self) -> int:
-        # As torch draws it: before the sampler draws, whether or not anything is shuffled, and with persistent_workers
-        # only at their first epoch, so that a generator shuffles as it does for torch.
-        if not self._drawn or not self.persistent_workers:
-            seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
-            self._drawn = itertools.chain([seed], (chunk_seed(seed, again, -1) for again in itertools.count(1)))
-        return next(self._drawn)
 
     def _load(
         self, plan: BatchPlan, select: Callable[[Batch[Any]], Any]
@@ -336,7 +329,7 @@ class FifoLoader(DataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has workers and a trace of its own.
-        own = ("_own", "_drawn", "_end_lease", "_iterators", "_trace")
+        own = ("_own", "_end_lease", "_iterators", "_trace")
         return {key: value for key, value in vars(self).items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

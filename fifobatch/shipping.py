@@ -15,7 +15,7 @@ from fifobatch.arena import ALIGNMENT, Arena, Room
 from fifobatch.errors import PlanError
 from fifobatch.fetch import Payload
 from fifobatch.pickling import Pickled, dumps, find_culprit, sent_classes
-from fifobatch.transport import Parcel, holds, pack
+from fifobatch.transport import TASK_BYTES, Parcel, holds, pack
 from fifobatch.worker import Context, plans_here
 
 __all__ = ["Shipment", "Shipments", "cannot_send", "pickle_indices"]
@@ -41,7 +41,7 @@ class Shipment:
             return
         room = Room(arena, None, pickled.nbytes + 2 * ALIGNMENT * len(pickled.buffers))
         weakref.finalize(self, arena.punch, room.reserved).atexit = False  # also where there is no memory for all of it
-        self.parcel = pack(pickled, room)
+        self.parcel = pack(pickled, room, TASK_BYTES)
         self._classes = sent_classes()  # what comes back names them by id
 
 

@@ -20,9 +20,10 @@ from typing import NamedTuple
 from fifobatch.arena import Arena, Place, Room
 from fifobatch.pickling import Pickled
 
-__all__ = ["Parcel", "holds", "pack", "places", "read", "unpack", "unpack_private"]
+__all__ = ["TASK_BYTES", "Parcel", "holds", "pack", "places", "read", "unpack", "unpack_private"]
 
 PIPE_BYTES = 2048  # PIPE_BUF is 4096 on Linux; half of it leaves room for the pool's own wrapping
+TASK_BYTES = PIPE_BYTES // 3  # for each of a task's parcels: the payload, the context, the indices
 
 
 class Parcel(NamedTuple):
@@ -39,17 +40,22 @@ class Parcel(NamedTuple):
     indirect: bool = False
 
 
-def pack(pickled: Pickled, room: Room) -> Parcel:
+def pack(pickled: Pickled, room: Room, inline: int = PIPE_BYTES) -> Parcel:
     """Put a pickle and its buffers into ``room``, but for what is small enough for the pipe.
+
+    Args:
+        pickled: What to put there.
+        room: Where to.
+        inline: The most bytes to leave in the parcel.
 
     Raises:
         OSError: There is no memory for it.
     """
     table = _packed([room.put(block) for block in pickled.buffers])
-    if len(pickled.data) + len(table) <= PIPE_BYTES:
+    if len(pickled.data) + len(table) <= inline:
         return Parcel(pickled.data, table)
     table = _packed([room.put(memoryview(pickled.data))]) + table
-    if len(table) <= PIPE_BYTES:
+    if len(table) <= inline:
         return Parcel(b"", table)
     return Parcel(b"", _packed([room.put(memoryview(table))]), True)
 
