@@ -153,14 +153,13 @@ class InProcess(Iterator[Any]):
         record = Record(chunk.number)
         self.trace.submit(record)
         try:
-            batch = self._load(chunk, record)
+            batch = self._select(self._load(chunk, record))
         except BaseException as error:
             self.trace.hand_over(record, type(error).__name__)
-            self.trace.deliver(record, requested)
             raise
-        self.trace.hand_over(record)
-        try:
-            return self._select(batch)
+        else:
+            self.trace.hand_over(record)
+            return batch
         finally:
             self.trace.deliver(record, requested)
 

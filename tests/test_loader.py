@@ -11,13 +11,14 @@ import threading
 import warnings
 import weakref
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
 from conftest import await_end
-from probes import Calls, Gate
+from probes import TIMEOUT, Calls, Gate
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, get_worker_info
 
 from fifobatch import (
@@ -33,6 +34,7 @@ from fifobatch import (
     WorkerDiedError,
 )
 from fifobatch.server import servers
+from fifobatch.testing import ManualExecutor
 
 pytestmark = pytest.mark.filterwarnings("ignore:num_workers=.* is more than two a core")  # so that 2 cores are enough
 
@@ -770,3 +772,94 @@ def test_every_error_is_one_of_ours_too():
 def test_a_gate_reaches_the_workers(gate):
     """The tests above lean on it."""
     assert isinstance(pickle.loads(pickle.dumps(gate)), Gate)
+
+
+class Pinnable:
+    """A batch with a pin_memory of its own, which torch calls."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+        self.thread: str | None = None
+
+    def pin_memory(self) -> "Pinnable":
+        if 3 in self.numbers:
+            raise ValueError("cannot pin a three")
+        pinned = Pinnable(self.numbers)
+        pinned.thread = threading.current_thread().name
+        return pinned
+
+
+@pytest.fixture
+def accelerated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Pretend that there is an accelerator, the third of its kind; return what it is told."""
+    told: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", told.append)
+    return told
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_cannot_be_pinned_is_that_batchs_error(num_workers: int, accelerated: list[int]):
+    loader = FifoLoader(range(8), batch_size=2, collate_fn=Pinnable, num_workers=num_workers, pin_memory=True)
+    batches = iter(loader)
+    pinned, errors = [], []
+    for _ in range(4):
+        try:
+            pinned.append(next(batches))
+        except ValueError as error:
+            errors.append(str(error))
+    assert list(batches) == []
+    assert errors == ["cannot pin a three"]
+    assert sorted(batch.numbers for batch in pinned) == [[0, 1], [4, 5], [6, 7]]
+    for batch in pinned:
+        assert (batch.thread == threading.current_thread().name) == (num_workers == 0)
+    assert accelerated == [2] * 4  # the pinning thread uses the device of the thread that made the iterator
+    assert loader.statistics().failed == 1
+
+
+def test_the_thread_that_pins_ends_with_its_iterator(accelerated: list[int]):
+    loader = FifoLoader(range(8), batch_size=2, collate_fn=Pinnable, num_workers=1, pin_memory=True)
+    batches = iter(loader)
+    next(batches)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name.startswith("fifobatch-prepare"))
+    del batches
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
+
+
+def test_max_bytes_bounds_what_is_under_way():
+    manual = ManualExecutor()
+    samples = [torch.zeros(100 * (1 + (index == 5)), dtype=torch.uint8) for index in range(20)]
+    loader = FifoLoader(samples, batch_size=1, executor=manual, num_workers=2, window=5, max_bytes=450)
+    batches = iter(loader)
+    assert len(manual.calls) == 1, "until the first has come, nobody knows how large they are"
+    manual.complete(0)
+    next(batches)
+    assert manual.pending == [1, 2, 3, 4]
+    for number in (1, 2, 3):
+        manual.complete(number)
+        next(batches)
+    assert manual.pending == [4, 5, 6, 7]
+    manual.complete(5)  # of 200 bytes: the others may be, too
+    next(batches)
+    assert manual.pending == [4, 6, 7]
+    manual.complete(4)
+    next(batches)
+    assert manual.pending == [6, 7]
+    manual.complete(6)
+    next(batches)
+    assert manual.pending == [7, 8]
+    assert loader.statistics().peak_bytes == 200
+
+
+def test_max_bytes_smaller_than_any_batch_loads_them_one_by_one():
+    with FifoLoader(range(40), batch_size=10, num_workers=2, max_bytes=1) as loader:
+        assert sorted(batch.sum().item() for batch in loader) == [45, 145, 245, 345]
+        assert loader.statistics().peak_under_way == 1
+
+
+@pytest.mark.parametrize("max_bytes", ["lots", 0, -1, 1.5])
+def test_max_bytes_that_is_no_size_is_refused_at_once(max_bytes: Any):
+    with pytest.raises((TypeError, ValueError), match="max_bytes="):
+        FifoLoader(range(4), max_bytes=max_bytes)

@@ -64,7 +64,7 @@ def test_every_station_of_a_chunk_is_noted(set_clock: Clock):
     next(batches)
     assert loader.timeline() == (
         Span(0, None, 10.0, None, None, None, None, 0, None),
-        Span(1, 0, 10.0, 20.0, 25.0, 30.0, 30.0, 0, None),
+        Span(1, 0, 10.0, 20.0, 25.0, 30.0, 30.0, 16, None),
         Span(2, None, 10.0, None, None, None, None, 0, None),
         Span(3, None, 30.0, None, None, None, None, 0, None),
     )
