@@ -34,7 +34,8 @@ __all__ = ["DATASET_OPTIONS", "WORKLOADS", "Figure", "describe_workloads", "form
 
 DATASET_OPTIONS = ["batch_size", "num_workers", "shuffle", "collate_fn"]  # those of --dataset
 WORKLOADS = [*WARM, *FRESH]
-WITH_IDEAL = {"cold", "package"}  # whose ideal is measured, too
+WITH_IDEAL = {"cold"}  # which has a figure of its own for the ideal
+ONCE = {"package", "memory", "bounded", "in_memory"}  # they take long and hardly vary
 GRACE_SECONDS = 5  # for a child that is interrupted to end its workers, before all of them are killed
 
 # The first thing that every child does is import torch, and see how long that takes. It runs no file of its own, so
@@ -185,7 +186,7 @@ def _plan(args: argparse.Namespace) -> Iterator[_Request]:
             yield _Request(name, contenders, 2 if args.quick else 5, args.quick, options)
             continue
         contenders = [FIFOBATCH, *(ORDERS if args.dataset else STARTS)] + [IDEAL] * (name in WITH_IDEAL)
-        for number in range(1 if args.quick else 3):
+        for number in range(1 if args.quick or name in ONCE else 3):
             for contender in rotated(contenders, number):
                 yield _Request(name, [contender], 1, args.quick, options)
 

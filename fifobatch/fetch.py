@@ -66,13 +66,14 @@ def fetch(
         Located: From whatever the user's code raises.
     """
     dataset = plan.dataset
-    doing = f"reading the indices {brief(indices)} of chunk {number}"
+    step = "reading the indices"
+    current: Any = indices
     try:
         if not plan.collates:
-            doing = f"loading dataset[{brief(indices)}], chunk {number}"
+            step = "loading dataset[...]"
             samples = dataset[indices]
         elif _fetches_lists(type(dataset)):
-            doing = f"dataset.__getitems__({brief(indices)}), chunk {number}"
+            step = "dataset.__getitems__"
             samples = dataset.__getitems__(indices)
             if len(samples) != len(indices):
                 raise ValueError(
@@ -80,15 +81,32 @@ def fetch(
                 )
         else:
             samples = []
+            step = "loading dataset[...]"
             for index in indices:
                 if abandoned():
                     return ABANDONED
-                doing = f"loading dataset[{brief(index)}], chunk {number} (indices {brief(indices)})"
+                current = index
                 samples.append(dataset[index])
-        doing = f"collate_fn, chunk {number} (indices {brief(indices)})"
+        step = "collate_fn"
         return _collate(plan, samples, room)
     except BaseException as error:  # whatever it is, it gets its place and goes on
-        raise Located(doing, error) from None
+        raise Located(_place(step, current, indices, number), error) from None
+
+
+def _place(step: str, current: Any, indices: Any, number: int) -> str:
+    """Say where a chunk was; texts are made for errors only."""
+    chunk = f"chunk {number}"
+    match step:
+        case "reading the indices":
+            return f"reading the indices {brief(indices)} of {chunk}"
+        case "dataset.__getitems__":
+            return f"dataset.__getitems__({brief(indices)}), {chunk}"
+        case "loading dataset[...]" if current is indices:
+            return f"loading dataset[{brief(indices)}], {chunk}"
+        case "loading dataset[...]":
+            return f"loading dataset[{brief(current)}], {chunk} (indices {brief(indices)})"
+        case _:
+            return f"collate_fn, {chunk} (indices {brief(indices)})"
 
 
 def _collate(plan: Payload, samples: Any, room: Room | None) -> Any:

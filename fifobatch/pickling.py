@@ -85,6 +85,8 @@ def loads(data: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
 
 def loads_sent(data: bytes | memoryview, buffers: Sequence[Any] = ()) -> Any:
     """Unpickle in a worker what the parent sent, and remember the classes that came with it."""
+    if isinstance(data, bytes) and b"cloudpickle" not in data:  # such as indices
+        return loads(data, buffers)
     before = set(_cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID)
     result = loads(data, buffers)
     _received.update(set(_cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID) - before)
@@ -118,6 +120,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         """Take plain tensors out of band, and note what unpickling will import (called by pickle's C code)."""
         if type(obj) is torch.Tensor:
             return self._reduce_tensor(obj)
+        if (
+            obj is _tensor or type(obj) is torch.dtype
+        ):  # in every batch, and cloudpickle takes long to find nothing to do
+            return NotImplemented
         numpy = sys.modules.get("numpy")
         if numpy is not None and type(obj) is numpy.memmap and not self._to_parent:
             return _reduce_memmap(obj)
@@ -210,7 +216,8 @@ def _sparse_compressed(layout: torch.layout, *parts: Any) -> torch.Tensor:
 
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).as_strided(shape, stride)
+    flat = torch.frombuffer(buffer, dtype=dtype)
+    return flat if shape == (len(flat),) else flat.as_strided(shape, stride)
 
 
 def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:

@@ -132,8 +132,8 @@ def transport(quick: bool) -> list[Epoch]:
     memory pays for its pages there. GB are 1e9 bytes.
     """
     size, scale = 32, 8 if quick else 1
-    images, small = Slices(80 * size // scale, 3, 224, 224), Slices(1000 * size // scale, 8192)
-    records = Records(120 * size // scale, 16384)
+    images, small = Slices(80 * size // scale, 3, 224, 224), Slices(500 * size // scale, 8192)
+    records = Records(60 * size // scale, 16384)
     gigabytes = {"images": size * 3 * 224 * 224 * 4 / 1e9, "small": size * 8192 * 4 / 1e9}
     return [
         Epoch("transport: images unread", "GB/s", images, size, 2, gigabytes["images"]),
@@ -173,18 +173,18 @@ def cold(contender: str, num_workers: int, torch_seconds: float) -> list[Measure
     """First batch of a program: how long does it wait for its workers?
 
     8 workers. From the construction of the loader until the first batch, after torch, fifobatch and the dataset's
-    module have been imported, which every contender needs alike. The ideal is what ``import torch`` takes in an
-    interpreter of its own, by the clock in it: workers that are not forked from the program cannot be there sooner.
+    module have been imported, which every contender needs alike. The ideal is what ``import torch`` took in the same
+    interpreter, by the clock in it: workers that are not forked from the program cannot be there sooner.
     ``python -c "import torch"`` as a program, without what a bare interpreter takes, is shown, too. It takes longer,
     because torch needs its time to exit.
     """
-    if contender != IDEAL:
-        return [Measured("cold: first batch", "s", contender, _first_batch(contender, Pids(128, 0.0), num_workers))]
-    program = program_seconds("import torch") - program_seconds("pass")
-    return [
-        Measured("cold: first batch", "s", IDEAL, torch_seconds),
-        Measured("cold: import torch, program", "s", IDEAL, program),
-    ]
+    if contender == IDEAL:
+        program = program_seconds("import torch") - program_seconds("pass")
+        return [Measured("cold: import torch, program", "s", IDEAL, program)]
+    measured = [Measured("cold: first batch", "s", contender, _first_batch(contender, Pids(128, 0.0), num_workers))]
+    if contender == FIFOBATCH:
+        measured.append(Measured("cold: first batch", "s", IDEAL, torch_seconds))
+    return measured
 
 
 def package(contender: str, num_workers: int, torch_seconds: float) -> list[Measured]:
@@ -195,8 +195,7 @@ def package(contender: str, num_workers: int, torch_seconds: float) -> list[Meas
     second: each once.
     """
     figure = "package: first batch"
-    if contender == IDEAL:
-        return [Measured(figure, "s", IDEAL, torch_seconds + PACKAGE_SECONDS)]
+    ideal = [Measured(figure, "s", IDEAL, torch_seconds + PACKAGE_SECONDS)] if contender == FIFOBATCH else []
     with TemporaryDirectory() as folder:
         home = Path(folder, "site-packages", PACKAGE)
         home.mkdir(parents=True)
@@ -209,7 +208,7 @@ def package(contender: str, num_workers: int, torch_seconds: float) -> list[Meas
         Path(home, "__init__.py").write_text("\n".join(lines))
         sys.path.append(str(home.parent))
         dataset = importlib.import_module(PACKAGE).Packaged(128, 0.0)
-        return [Measured(figure, "s", contender, _first_batch(contender, dataset, num_workers))]
+        return [Measured(figure, "s", contender, _first_batch(contender, dataset, num_workers)), *ideal]
 
 
 def second(contender: str, num_workers: int, _: float) -> list[Measured]:
