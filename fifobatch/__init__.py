@@ -7,13 +7,15 @@
    -> BatchPlan        yields Chunk(number, indices, seed)|
    -> Window           how many may be under way          |
    -> BatchExecutor    submit(plan, chunk) -> Future ---->|  worker.load: find the dataset, seed, dataset[i], collate
-                                                          |  arena.pack: the batch into a shared slot -> Parcel
-   <- unpack, slot back, future completed             <---|
+                                                          |  pack: the batch into a shared slot -> Parcel
+   <- unpack: tensors over the slot, no copy          <---|
    <- completed queue  (in order of completion)           |
  for batch in FifoLoader                                  |
+   <- the slot goes back when its last tensor is gone     |
 
 - ``FifoLoader`` is torch's ``DataLoader`` over it; ``BatchExecutor`` is the same as a `concurrent.futures` library
   call.
+- ``trace`` notes when each chunk went through these stations; ``timeline`` draws it.
 - Each module's docstring says which process and which thread runs it.
 - Importing this starts nothing.
 """
