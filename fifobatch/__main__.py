@@ -147,11 +147,7 @@ def show(text: str) -> None:
         text.encode(getattr(sys.stdout, "encoding", None) or "ascii")
     except UnicodeEncodeError:
         text = text.translate(ASCII).encode("ascii", "backslashreplace").decode()
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # nobody reads on, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
+    print(text, flush=True)
 
 
 def show_records(records: list[Record], legend: str, figures: dict[str, Callable[[Record], float]]) -> None:
@@ -274,6 +270,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return bench.run(args)
             show_run(args) if args.command else show_example(not args.out_of_order)
         return 0
+    except BrokenPipeError:  # nobody reads on, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

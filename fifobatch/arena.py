@@ -27,6 +27,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from fifobatch.readers import Readers
@@ -151,7 +152,10 @@ class Arena:
                 self._annexed.add(slot)
             block = self._map_block(offset, size) if size >= MAP_BYTES else None
             if block is None:
-                blocks.append(memoryview(self.read((offset, size))))
+                try:
+                    blocks.append(memoryview(self.read((offset, size))))
+                except MemoryError as error:  # address space ends (RLIMIT_AS)
+                    raise _no_memory(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), size) from error
             else:
                 owners.append(block.obj)
                 blocks.append(block)
@@ -250,7 +254,7 @@ class Arena:
         try:
             mapping = memoryview(mmap.mmap(self.fd, last - first, flags=flags, prot=protection, offset=first))
         except OSError:  # no address space (RLIMIT_AS)
-            return [memoryview(self.read(place)) for place in places]
+            mapping = memoryview(self.read((first, last - first)))
         return [mapping[offset - first : offset - first + size] for offset, size in places]
 
     def _map_block(self, offset: int, size: int) -> memoryview | None:
@@ -300,7 +304,7 @@ class Room:
 
     def __init__(self, arena: Arena, slot: int | None, size: int = 0) -> None:
         self.arena = arena
-        self._slot = slot
+        self.slot = slot
         self._end = 0  # in the slot
         self.reserved = arena.reserve(size) if slot is None else (0, 0)
         self._far = self.reserved[0] if slot is None else ANNEXES + slot * ANNEX_BYTES
@@ -312,17 +316,35 @@ class Room:
         Raises:
             OSError: There is no memory.
         """
-        if self._slot is None:
+        if self.slot is None:
             return None
         start = -(-self._end // ALIGNMENT) * ALIGNMENT
         try:
-            block = self.arena.near(self._slot, start, start + size)
+            block = self.arena.near(self.slot, start, start + size)
         except OSError as error:
             raise _no_memory(error, size) from error
         if block is not None:
             self._end = start + size
-            self._placed[_address(block)] = (self._slot * SLOT_BYTES + start, size)
+            self._placed[_address(block)] = (self.slot * SLOT_BYTES + start, size)
         return block
+
+    def put_together(self, blocks: Sequence[memoryview]) -> list[Place]:
+        """Put several blocks; where they overlap in memory, they overlap in the file, too, so that views stay views.
+
+        Raises:
+            OSError: There is no memory.
+        """
+        spans = sorted((_address(block), block.nbytes, at) for at, block in enumerate(blocks) if not block.readonly)
+        places: dict[int, Place] = {}
+        while spans:
+            first, size, at = spans.pop(0)
+            together, last = [(first, size, at)], first + size
+            while spans and spans[0][0] < last:
+                together.append(spans.pop(0))
+                last = max(last, sum(together[-1][:2]))
+            offset, _ = self.put(memoryview((ctypes.c_char * (last - first)).from_address(first)).cast("B"))
+            places |= {each: (offset + start - first, length) for start, length, each in together}
+        return [places[at] if at in places else self.put(block) for at, block in enumerate(blocks)]
 
     def put(self, block: memoryview) -> Place:
         """Return where ``block`` lies now: it is copied, unless it is what `allocate` returned.
@@ -336,8 +358,8 @@ class Room:
         if place is not None and place[1] == block.nbytes:
             return place
         start = -(-self._end // ALIGNMENT) * ALIGNMENT
-        if self._slot is not None and self._slot < SLOTS and start + block.nbytes <= SLOT_BYTES:
-            offset = self._slot * SLOT_BYTES + start
+        if self.slot is not None and self.slot < SLOTS and start + block.nbytes <= SLOT_BYTES:
+            offset = self.slot * SLOT_BYTES + start
             self._end = start + block.nbytes
         else:
             offset = -(-self._far // ALIGNMENT) * ALIGNMENT
@@ -365,9 +387,6 @@ class Board:
     """One flag a run, in the file's first page: whether the run was abandoned.
 
     The parent sets flags (also from a finalizer: setting a byte takes no lock), workers read them.
-
-    Args:
-        arena: The arena whose first page it is.
     """
 
     def __init__(self, arena: Arena) -> None:

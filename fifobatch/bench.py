@@ -140,6 +140,8 @@ def describe_workloads() -> str:
 def run(args: argparse.Namespace) -> int:
     """Do ``python -m fifobatch bench``; return the exit status."""
     requests = list(_plan(args))
+    # End the children then, as after Ctrl-C.
+    handlers = {signum: signal.signal(signum, _exit) for signum in (signal.SIGTERM, signal.SIGHUP)}
     measured: list[Measured] = []
     try:
         for before, request in zip([None, *requests], requests):
@@ -149,6 +151,9 @@ def run(args: argparse.Namespace) -> int:
     except _WorkloadError as error:
         print(f"{PROGRAM} bench: error: {error}", file=sys.stderr)
         return error.status
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
     figures = _figures(measured)
     facts = {
         "fifobatch": __version__,
@@ -173,6 +178,10 @@ def run(args: argparse.Namespace) -> int:
             rows = [_row(figure) for figure in figures]
             json.dump({"facts": facts, "quick": args.quick, "dataset": options, "figures": rows}, file, indent=2)
     return 0
+
+
+def _exit(signum: int, _frame: object) -> None:
+    sys.exit(128 + signum)
 
 
 def _plan(args: argparse.Namespace) -> Iterator[_Request]:

@@ -126,6 +126,8 @@ class Engine:
             self._check_open()
             if self._broken is not None:
                 raise WorkerDiedError(f"{self._broken} Earlier chunks were reported; make a new executor to go on")
+            if run.over:
+                raise ClosedError("its iterator was closed")
             self._start_supervisor()
             flight = Flight(run, future, None if self.arena is None else self.arena.take())
             self._flights[flight.key] = flight

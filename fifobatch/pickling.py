@@ -165,10 +165,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if not tensor.is_contiguous():
             flat = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
             if not flat.is_contiguous():  # a slice, or expanded: ship what it shows, not what it is cut from
-                tensor = flat = tensor.contiguous()
+                extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+                if self._to_parent or extent > 2 * tensor.numel():
+                    tensor = flat = tensor.contiguous()
+                else:  # of a dataset, so that what shares memory goes on sharing it
+                    flat = tensor.as_strided((extent,), (1,))
         if tensor.numel() == 0:
             return _empty, (tensor.dtype, tuple(tensor.shape), tensor.stride())
-        block = (ctypes.c_char * tensor.nbytes).from_address(flat.data_ptr())
+        block = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
         block._tensor = tensor  # type: ignore[attr-defined]  # the block does not own its memory
         return _tensor, (pickle.PickleBuffer(block), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
@@ -268,7 +272,8 @@ def report(error: BaseException, where: str) -> Report:
         lines = "".join(traceback.format_exception(cls, error, error.__traceback__))
     except Exception as inner:  # the user's __str__, at the process boundary: an error must not hide an error
         text = lines = f"<{name}, and its text raises {type(inner).__name__}>"
-    note = f"{where}\nTraceback in the worker:\n" + "".join(f"  {line}\n" for line in lines.splitlines())
+    traced = "Traceback in the worker:" if where.startswith("In fifobatch worker") else "Traceback:"
+    note = f"{where}\n{traced}\n" + "".join(f"  {line}\n" for line in lines.splitlines())
     return Report(_pickle_error(error), name, text, note.rstrip())
 
 

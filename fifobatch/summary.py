@@ -59,7 +59,8 @@ def _epoch(statistics: Statistics) -> str:
     if not statistics.submitted:
         return "not iterated yet"
     seconds = f"{statistics.seconds:.2f} s, waited {statistics.waited_share:.0%} of it"
-    return f"last epoch {statistics.delivered:,} of {statistics.submitted:,} batches in {seconds}"
+    failed = f", {statistics.failed:,} failed" if statistics.failed else ""
+    return f"last epoch {statistics.delivered:,} batches{failed} in {seconds}"
 
 
 def html_table(loader: DataLoader[Any], window: int, statistics: Statistics) -> str:

@@ -36,9 +36,14 @@ class _Drawing(NamedTuple):
 
 def _draw(spans: Iterable[Span]) -> _Drawing:
     spans = list(spans)
+    for span in spans:
+        stations = [span.submitted, span.started, span.loaded, span.requested, span.delivered]
+        if not all(time is None or math.isfinite(time) for time in stations) or span.load_seconds < 0:
+            raise ValueError(f"{span} has a time that is no number, or was loaded before it was started")
     start = min((span.submitted for span in spans), default=0.0)
     # A run on one clock begins with a submission; for spans that were put together by hand it may be otherwise.
-    start = min([start, *(span.requested for span in spans if span.requested is not None)])
+    others = [time for span in spans for time in (span.requested, span.started) if time is not None]
+    start = min([start, *others])
     lanes: dict[int | None, list[tuple[Span, Interval]]] = {}
     for span in spans:
         if span.started is not None and span.loaded is not None:
@@ -169,11 +174,14 @@ def plot_timeline(spans: Iterable[Span], seconds: float | None = None) -> "Figur
         spans: What ``timeline()`` returns.
         seconds: How far the time axis goes at least, so that timelines can be compared.
 
+    Returns:
+        The figure, for ``savefig`` or as the value of a notebook's cell. pyplot does not keep it.
+
     Raises:
         ImportError: There is no matplotlib.
+        ValueError: A span has a time that is no number.
     """
     try:
-        import matplotlib as mpl
         from matplotlib import patheffects, pyplot
         from matplotlib.collections import PolyCollection
     except ImportError as error:
@@ -232,6 +240,5 @@ def plot_timeline(spans: Iterable[Span], seconds: float | None = None) -> "Figur
     title = f"{counts} in {_brief(drawing.end)}; the consumer waited {waited / max(drawing.end, 1e-9):.0%} of the time"
     axes.set_title(title if names[1:] or drawing.waits else NOTHING, fontsize=10, loc="left")
     figure.legend(loc="outside lower right", ncols=3, frameon=False, fontsize=8)
-    if mpl.get_backend().endswith("inline"):
-        pyplot.close(figure)  # a notebook would show it now, and once more as the value of its cell
+    pyplot.close(figure)  # a notebook would show it now, and once more as the value of its cell; a script would keep it
     return figure

@@ -88,8 +88,10 @@ class Statistics:
         seconds: From ``iter()`` to the end of the epoch, or to now while it goes on; for an executor from its first
             chunk on.
         seconds_starting: Of these, inside ``iter()``: pickling the dataset, starting workers.
+        seconds_to_load: Of these, until a worker began with the batch that was delivered first; ``nan`` if none was.
         seconds_to_first: Of these, until the first batch was delivered; ``nan`` if none was.
-        seconds_waited: Of these, those that the consumer spent inside ``iter()`` and ``next()``.
+        seconds_waited: Of these, those that the consumer spent inside ``iter()`` and ``next()``. For an executor it is
+            the sum over its iterators, which may be more than ``seconds`` where several wait at once.
         loader_bound: Whether the loader was the bottleneck: after the first batch, the consumer waited for at least a
             tenth of the time.
         load_p50: The median of the load times, in seconds, of the last `RING` chunks; ``nan`` if none was loaded.
@@ -107,6 +109,7 @@ class Statistics:
     peak_bytes: int
     seconds: float
     seconds_starting: float
+    seconds_to_load: float
     seconds_to_first: float
     seconds_waited: float
     loader_bound: bool
@@ -125,8 +128,11 @@ class Statistics:
         counts = f"{self.delivered:,} {'batch' if self.delivered == 1 else 'batches'} in {_seconds(self.seconds)}"
         for count, what in ((self.failed, "failed"), (self.abandoned, "abandoned"), (self.under_way, "under way")):
             counts += f", {count:,} {what}" if count else ""
+        waited = f"The consumer waited {_seconds(self.seconds_waited)} of it ({self.waited_share:.0%})"
+        if self.seconds_waited > 1.001 * self.seconds:
+            waited = f"Its consumers waited {_seconds(self.seconds_waited)}, added up"
         lines = [
-            f"{counts}. The consumer waited {_seconds(self.seconds_waited)} of it ({self.waited_share:.0%})"
+            f"{counts}. {waited}"
             + (f", the first batch came after {_seconds(self.seconds_to_first)}." if self.delivered else ".")
         ]
         if self.delivered:
@@ -141,8 +147,11 @@ class Statistics:
     def _verdict(self) -> str:
         if not self.loader_bound:
             return "The loader was not the bottleneck: faster loading would hardly shorten the epoch."
-        if self.seconds_to_first > self.seconds / 2:
-            return "The start was the bottleneck: persistent_workers=True keeps the workers for the next epoch."
+        if self.seconds_to_load > self.seconds / 2:
+            return (
+                "The start was the bottleneck, before the first sample: keep the workers, with persistent_workers=True "
+                "or a BatchExecutor."
+            )
         return "The loader was the bottleneck: more workers or faster samples would shorten the epoch."
 
 
@@ -182,6 +191,8 @@ class Trace:
         self._chain: tuple[Trace, ...] = (self,) if parent is None else (self, parent)
         self._lock: threading.RLock = threading.RLock() if parent is None else parent._lock
         self._began: float | None = None if parent is None else time.perf_counter()
+        if parent is not None and parent._began is None:
+            parent._began = self._began
         self._ended: float | None = None
         self._last = 0.0
         self._records: deque[Record] = deque(maxlen=RING)
@@ -191,7 +202,7 @@ class Trace:
         self._submitted = self._delivered = self._failed = self._abandoned = self._peak_under_way = 0
         self._bytes = self._bytes_waiting = self._peak_bytes = 0
         self._seconds_starting = self._waited_to_first = 0.0
-        self._first: float | None = None
+        self._first: Record | None = None  # to be delivered
         self.seconds_waited = 0.0
 
     # -- what happens
@@ -214,6 +225,8 @@ class Trace:
                 trace._settle()
                 trace._records.append(record)
                 trace._submitted += 1
+                if self._settled and trace is not self:  # closed by another thread meanwhile
+                    trace._abandoned += 1
                 trace._peak_under_way = max(trace._peak_under_way, trace._under_way)
 
     def arrive(self, record: Record, worker: Hashable, started: float, loaded: float, size: int) -> None:
@@ -275,7 +288,7 @@ class Trace:
                 if requested is not None:
                     trace.seconds_waited += now - requested
                 if trace._first is None and record.error is None:
-                    trace._first, trace._waited_to_first = now, trace.seconds_waited
+                    trace._first, trace._waited_to_first = record, trace.seconds_waited
 
     def wait(self, since: float) -> None:
         """Note that the consumer waited from ``since`` until now, and got no batch."""
@@ -339,9 +352,12 @@ class Trace:
             if self._ended is not None:
                 under_way, abandoned = 0, under_way
             began = self._began
-            end = self._ended or (time.perf_counter() if under_way else self._last)
+            end = time.perf_counter() if under_way else max(self._ended or 0.0, self._last, began or 0.0)
             seconds = 0.0 if began is None else end - began
-            to_first = math.nan if self._first is None or began is None else self._first - began
+            to_load = to_first = math.nan
+            if began is not None and self._first is not None and self._first.delivered is not None:
+                to_first = self._first.delivered - began
+                to_load = to_first if self._first.started is None else self._first.started - began
             # The time after the first batch tells. Where there was only one, all of it has to.
             waited, share_of = self.seconds_waited - self._waited_to_first, seconds - to_first
             if self._delivered < 2:
@@ -357,6 +373,7 @@ class Trace:
                 peak_bytes=self._peak_bytes,
                 seconds=seconds,
                 seconds_starting=self._seconds_starting,
+                seconds_to_load=to_load,
                 seconds_to_first=to_first,
                 seconds_waited=self.seconds_waited,
                 loader_bound=self._delivered > 0 and waited >= BOUND_SHARE * share_of,

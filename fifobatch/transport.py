@@ -51,7 +51,9 @@ def pack(pickled: Pickled, room: Room, inline: int = PIPE_BYTES) -> Parcel:
     Raises:
         OSError: There is no memory for it.
     """
-    table = _packed([room.put(block) for block in pickled.buffers])
+    # A dataset's views of one tensor stay that; of a batch, each tensor gets memory of its own.
+    shared = room.slot is None
+    table = _packed(room.put_together(pickled.buffers) if shared else [room.put(block) for block in pickled.buffers])
     if len(pickled.data) + len(table) <= inline:
         return Parcel(pickled.data, table)
     table = _packed([room.put(memoryview(pickled.data))]) + table

@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Hashable
 from multiprocessing import connection, current_process, parent_process
 from typing import Any, NamedTuple
@@ -118,6 +119,7 @@ class _Worker:
 
     def __init__(self, number: int, arena: Arena) -> None:
         self.number = number
+        self.pid = os.getpid()
         self.arena = arena
         self.board = Board(arena)
         self.payloads: dict[int, Payload] = {}
@@ -186,6 +188,22 @@ def _leave_with_parent() -> None:
     os._exit(1)  # the parent was killed: nobody is left to answer to
 
 
+def _end_if_forked(worker: _Worker, error: BaseException | None) -> None:
+    """End this process if the user's code has forked it from a worker and it has come out of that code: it is none."""
+    if os.getpid() == worker.pid:
+        return
+    if isinstance(error, Located):
+        error = error.error
+    code = 0 if error is None else 1
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def load(data: bytes) -> Answer:
     """Load the chunk of one pickled `Task`, in a worker process of ours."""
     worker = _worker
@@ -208,11 +226,13 @@ def load(data: bytes) -> Answer:
         indices = loads_sent(*read(worker.arena, task.indices))
         seed_all(task.seed)
         batch = fetch(plan, indices, task.number, lambda: worker.board[task.run], room)
+        _end_if_forked(worker, None)
         if batch is ABANDONED:
             return answer("abandoned", None)
         where = f"packing the batch of chunk {task.number} (indices {brief(indices)})"
         return answer("batch", dumps(batch, to_parent=True))
     except BaseException as error:  # the process boundary: what the user's code raises must not break the pool
+        _end_if_forked(worker, error)
         told = _report(error, where)
         try:
             return answer("error", dumps(told))

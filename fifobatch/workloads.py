@@ -353,7 +353,7 @@ def answer(request: str, torch_seconds: float) -> None:
         measured = _answer(torch_seconds, **json.loads(request))
         reply: dict[str, Any] = {"measured": measured}
     except Exception as error:  # the process boundary
-        reply = {"error": " ".join(describe(error).split("\n")), "status": 2 if isinstance(error, PlanError) else 1}
+        reply = {"error": "; ".join(describe(error).split("\n")), "status": 2 if isinstance(error, PlanError) else 1}
     with stdout:
         json.dump(reply, stdout)
 

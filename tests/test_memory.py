@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -566,3 +567,59 @@ def test_a_batch_of_more_than_4_gib_arrives() -> None:
         assert int(batch[-1]) == 77
         assert int(batch[1]) == 0
         del batch
+
+
+class Views:
+    """A scratch buffer of each kind, which a sample writes to, and views of it, which it reads."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(8, 2000)
+        self.rows, self.every_other, self.array = self.tensor[2:], self.tensor[::2], self.tensor.numpy()
+        self.source = np.zeros((8, 2000))
+        self.part, self.over = self.source[2:], torch.from_numpy(self.source)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> list[float]:
+        self.tensor[3:5] = self.source[3] = index
+        views = [self.rows[1, 7], self.every_other[2, 7], self.array[3, 7], self.part[1, 7], self.over[3, 7]]
+        return [float(view) for view in views]
+
+
+def test_what_shares_memory_in_a_dataset_shares_it_in_the_worker() -> None:
+    dataset = Views()
+    with FifoLoader(dataset, batch_size=None, num_workers=2) as loader:
+        assert sorted(loader) == [[float(index)] * 5 for index in range(6)]
+    assert not dataset.tensor.any()
+
+
+def test_views_of_a_dataset_are_shipped_once() -> None:
+    big = torch.zeros(1000, 1000)
+    windows = [big[first:] for first in range(50)] + [torch.zeros(1, 100).expand(100_000, 100)]
+    with FifoLoader(windows, batch_size=None, sampler=[0, 49], num_workers=1, persistent_workers=True) as loader:
+        assert [len(window) for window in loader] == [1000, 951]
+        arena = loader._own._engine.arena
+        assert os.fstat(arena.fd).st_blocks * 512 < 4 * big.nbytes  # the dataset, and slots of two batches
+
+
+class Forking:
+    """Each sample forks a child, which leaves this code in one way or another."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        pid = os.fork()
+        if not pid:
+            if index == 1:
+                raise ValueError("in the child")
+            if index == 2:
+                return 7
+            sys.exit(index)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_child_that_a_sample_forks_does_not_become_a_worker() -> None:
+    with FifoLoader(Forking(), batch_size=None, num_workers=1) as loader:
+        assert list(loader) == [0, 1, 0, 3]

@@ -122,7 +122,12 @@ LAYOUTS = {
 def test_a_tensor_of_any_layout_arrives_equal_and_independent(layout):
     tensor = LAYOUTS[layout](four_dimensional())
     before = tensor.clone()
-    arrived = travel(tensor)
+    sent = travel(tensor)
+    assert type(sent) is torch.Tensor
+    assert torch.equal(sent, tensor)
+    sent.untyped_storage().fill_(7)
+    assert torch.equal(tensor, before)
+    arrived = load(dumps(tensor, to_parent=True))
     assert type(arrived) is torch.Tensor
     assert torch.equal(arrived, tensor)
     assert arrived.dtype is tensor.dtype

@@ -192,6 +192,67 @@ def test_a_batch_delivered_while_another_thread_closes_is_counted_once():
         assert (statistics.delivered, statistics.abandoned) == (1, 0)
 
 
+def test_what_is_submitted_while_another_thread_closes_is_abandoned():
+    root = Trace()
+    trace = Trace(root)
+    trace.submit(Record(0))
+    trace.end()
+    assert root.statistics().abandoned == 1
+    trace.submit(Record(1))
+    for statistics in (trace.statistics(), root.statistics()):
+        assert (statistics.abandoned, statistics.under_way) == (2, 0)
+
+
+def test_a_closed_iteration_loads_no_more():
+    manual = ManualExecutor()
+    executor = BatchExecutor(executor=manual)
+    closing: list[Any] = []
+
+    class Sampler:
+        def __iter__(self):
+            yield from range(4)
+            closing.pop().close()  # as another thread would, while this one refills the window
+            yield from range(4)
+
+    loader = FifoLoader(range(10), sampler=Sampler(), executor=executor, num_workers=1, window=3)
+    batches = iter(loader)
+    closing.append(batches)
+    manual.complete(0)
+    next(batches)
+    manual.complete(1)
+    next(batches)
+    assert len(manual.calls) == 4
+    assert executor.statistics().under_way == 0
+    assert balanced(executor.statistics())
+
+
+def test_an_interrupt_before_the_first_batch_leaves_sound_figures():
+    class Sampler:
+        def __iter__(self):
+            yield 0
+            raise KeyboardInterrupt
+
+    executor = BatchExecutor(executor=ManualExecutor())
+    with pytest.raises(KeyboardInterrupt):
+        iter(FifoLoader(range(10), sampler=Sampler(), executor=executor, num_workers=1, window=3))
+    statistics = executor.statistics()
+    assert statistics.seconds >= 0
+    assert (statistics.abandoned, statistics.under_way) == (1, 0)
+    assert "-" not in str(statistics)
+
+
+def test_the_start_is_part_of_an_executors_time(set_clock: Clock):
+    executor = BatchExecutor(executor=ManualExecutor())
+    set_clock(5.0)
+    root = executor._engine.trace
+    trace = Trace(root)
+    set_clock(7.0)
+    trace.submit(Record(0))
+    trace.started()
+    statistics = executor.statistics()
+    assert statistics.seconds == statistics.seconds_starting == statistics.seconds_waited == 2.0
+
+
 def test_chunks_submitted_one_by_one_are_delivered_when_they_are_done():
     manual = ManualExecutor()
     executor = BatchExecutor(executor=manual)
@@ -330,7 +391,9 @@ def test_statistics_say_it_in_words():
         "Loading a batch took 2 ms (median), 500 ms (p95), 2.00 s (p99)."
     )
     assert "was not the bottleneck" in words(loader_bound=False)
-    assert "persistent_workers=True" in words(seconds_to_first=6.0)
+    assert "was the bottleneck: more workers" in words(seconds_to_first=6.0)  # it was a slow batch
+    assert "persistent_workers=True" in words(seconds_to_first=6.0, seconds_to_load=5.5)
+    assert "Its consumers waited 25.00 s, added up" in words(seconds_waited=25.0)
     assert "1 batch in 10.00 s, 2 failed, 1 abandoned" in words(delivered=1, failed=2, abandoned=1)
     nothing = words(delivered=0, under_way=4, load_p50=math.nan)
     assert nothing.startswith("0 batches in 10.00 s, 4 under way.")
@@ -346,7 +409,7 @@ def test_a_loader_shows_itself_in_one_line_and_in_a_table():
         "not iterated yet>"
     )
     assert len(list(loader)) == 3
-    assert "last epoch 3 of 3 batches in " in repr(loader)
+    assert "last epoch 3 batches in " in repr(loader)
     assert "\n" not in repr(loader)
     table = loader._repr_html_()
     assert "<td style='text-align:left;white-space:pre-line'>&lt;lambda&gt;</td>" in table
