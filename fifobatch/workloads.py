@@ -132,8 +132,8 @@ def transport(quick: bool) -> list[Epoch]:
     memory pays for its pages there. GB are 1e9 bytes.
     """
     size, scale = 32, 8 if quick else 1
-    images, small = Slices(80 * size // scale, 3, 224, 224), Slices(500 * size // scale, 8192)
-    records = Records(60 * size // scale, 16384)
+    images, small = Slices(80 // scale * size, 3, 224, 224), Slices(500 // scale * size, 8192)
+    records = Records(60 // scale * size, 16384)
     gigabytes = {"images": size * 3 * 224 * 224 * 4 / 1e9, "small": size * 8192 * 4 / 1e9}
     return [
         Epoch("transport: images unread", "GB/s", images, size, 2, gigabytes["images"]),

@@ -280,3 +280,11 @@ def test_an_interrupt_leaves_no_process(start_script, gate):
     gate.arrivals(2)
     script.interrupt()
     assert script.finish() == (130, "", "--dataset stuck:stuck ...\ninterrupted\n")
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_every_epoch_is_of_full_batches(quick):
+    for workload in WARM.values():
+        for epoch in workload(quick):
+            assert len(epoch.dataset) % epoch.batch_size == 0, epoch.figure
+            assert len(epoch.dataset) >= 4 * epoch.batch_size
