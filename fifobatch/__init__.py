@@ -23,9 +23,9 @@
 from fifobatch.errors import ChunkTimeoutError, ClosedError, FifobatchError, PlanError, SampleError, WorkerDiedError
 from fifobatch.executor import BatchExecutor
 from fifobatch.loader import FifoLoader
-from fifobatch.plan import Batch, BatchPlan, Chunk
+from fifobatch.measures import Span, Statistics
+from fifobatch.plan import Batch, BatchPlan, Chunk, Failure
 from fifobatch.timeline import format_timeline, plot_timeline
-from fifobatch.trace import Span, Statistics
 
 __all__ = [
     "Batch",
@@ -34,6 +34,7 @@ __all__ = [
     "Chunk",
     "ChunkTimeoutError",
     "ClosedError",
+    "Failure",
     "FifoLoader",
     "FifobatchError",
     "PlanError",

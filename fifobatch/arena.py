@@ -6,7 +6,7 @@ behind, nobody else can open it, and the size of /dev/shm does not matter.
 
 ::
 
-    0        the board, in the place of slot 0
+    0        the `board`, in the place of slot 0
     1..      slots, SLOT_BYTES apart: the first SLOTS of them lie in the mapping, whatever the number of batches kept
     ANNEXES  an annex a slot, ANNEX_BYTES apart, for what does not fit in the slot, or where there is no mapping
     SHIPPED  datasets, one behind the other, each place used once
@@ -32,7 +32,7 @@ from typing import Any
 
 from fifobatch.readers import Readers
 
-__all__ = ["ALIGNMENT", "BOARD_BYTES", "Arena", "Board", "Place", "Room"]
+__all__ = ["ALIGNMENT", "SLOT_BYTES", "Arena", "Place", "Room"]
 
 SLOT_BYTES = 2**28  # 256 MiB, and 2**14 of them are 4 TiB of address space: it has room for 31 such mappings
 SLOTS = 2**14
@@ -41,7 +41,6 @@ ANNEXES, ANNEX_BYTES = 2**42, 2**40
 SHIPPED = 2**62
 FILE_BYTES = 2**63 - mmap.PAGESIZE
 ALIGNMENT = 64  # bytes; a cache line, and what torch's own allocator gives
-BOARD_BYTES = 4096
 MAP_BYTES = 2**24  # outside the mapping, what is smaller is copied: a mapping of its own costs a descriptor
 COMPARE_BYTES = 2**20
 
@@ -381,19 +380,3 @@ def _no_memory(error: OSError, size: int) -> OSError:
 
 def _address(block: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(block)) if block.nbytes else 0
-
-
-class Board:
-    """One flag a run, in the file's first page: whether the run was abandoned.
-
-    The parent sets flags (also from a finalizer: setting a byte takes no lock), workers read them.
-    """
-
-    def __init__(self, arena: Arena) -> None:
-        self._flags = mmap.mmap(arena.fd, BOARD_BYTES, mmap.MAP_SHARED)
-
-    def __getitem__(self, run: int) -> bool:
-        return self._flags[run] != 0
-
-    def __setitem__(self, run: int, abandoned: bool) -> None:
-        self._flags[run] = abandoned

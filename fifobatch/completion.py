@@ -26,8 +26,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-from fifobatch.errors import ChunkTimeoutError, ClosedError
-from fifobatch.plan import Batch, Chunk
+from fifobatch.errors import ClosedError
+from fifobatch.plan import Batch, Chunk, Failure
 from fifobatch.trace import Record, Trace
 from fifobatch.window import Window
 
@@ -40,12 +40,16 @@ class BatchFuture(Future[Batch[Any]]):
     Attributes:
         chunk: What it loads.
         record: When it was submitted, loaded, delivered.
+        failures: The samples that were left out.
+        is_empty: Whether that was all of them: there is nothing to deliver.
     """
 
     def __init__(self, chunk: Chunk) -> None:
         super().__init__()
         self.chunk = chunk
         self.record = Record(chunk.number)
+        self.failures: list[Failure] = []
+        self.is_empty = False
         self.inner: Future[Any] | None = None  # the pool's
 
     def cancel(self) -> bool:
@@ -57,7 +61,9 @@ class BatchFuture(Future[Batch[Any]]):
     @property
     def error_name(self) -> str | None:
         """The class of the error that it is done with, if it is."""
-        error = CancelledError() if self.cancelled() else self.exception()
+        error: BaseException | None = CancelledError() if self.cancelled() else self.exception()
+        if self.is_empty:
+            error = self.failures[0].error
         return None if error is None else type(error).__name__
 
     def settle_cancelled(self) -> None:
@@ -89,7 +95,6 @@ class Completions(Iterator[Any]):
         select: What to yield of a batch.
         trace: Where to note what happens; it has begun.
         executor: Kept alive as long as the iterator: when nobody refers to it, it ends.
-        timeout: Seconds to wait for the next batch; None for ever.
         prepare: Done to each batch before it is delivered, in a thread of its own.
     """
 
@@ -101,7 +106,6 @@ class Completions(Iterator[Any]):
         select: Callable[[Batch[Any]], Any],
         trace: Trace,
         executor: object,
-        timeout: float | None = None,
         prepare: Callable[[Batch[Any]], Batch[Any]] | None = None,
     ) -> None:
         self._executor = executor
@@ -110,7 +114,6 @@ class Completions(Iterator[Any]):
         self._window = window
         self._select = select
         self.trace = trace
-        self._timeout = timeout
         self._completed: queue.SimpleQueue[BatchFuture | None] = queue.SimpleQueue()
         self._put: Callable[[Any], object] = partial(_put, weakref.ref(self._completed))
         if prepare is not None:
@@ -141,7 +144,6 @@ class Completions(Iterator[Any]):
         """Return the next batch to complete.
 
         Raises:
-            ChunkTimeoutError: None completed within ``timeout``; the iterator can be used on.
             ClosedError: The iterator was closed, or belongs to another process.
             Exception: What the user's code raised for this batch; the other batches still come.
             StopIteration: Every batch of the plan was yielded.
@@ -165,34 +167,35 @@ class Completions(Iterator[Any]):
             del self, future  # an error's traceback holds this frame
 
     def _next_future(self) -> BatchFuture:
-        self._check_open()
-        while not self._window.ready:
-            if not self._window.under_way:
-                self._end()
-                self._raise_end()
-            self._receive()
+        while True:
             self._check_open()
-        _, future = self._window.deliver()
-        self.trace.hand_over(future.record, future.error_name)
-        self._refill()
-        return future
+            while not self._window.ready:
+                if not self._window.under_way:
+                    self._end()
+                    self._raise_end()
+                self._receive()
+                self._check_open()
+            _, future = self._window.deliver()
+            self.trace.hand_over(future.record, future.error_name)
+            self.trace.failures += future.failures
+            self._refill()
+            if not future.is_empty:
+                return future
+            self.trace.deliver(future.record)
 
     def _raise_end(self) -> NoReturn:
         error, self._plan_error = self._plan_error, None
         try:
-            raise StopIteration if error is None else error
+            if error is None:
+                self._window.check()
+                raise StopIteration
+            raise error
         finally:
             del self, error  # the traceback holds this frame
 
     def _receive(self) -> None:
         """Take one completed future from the queue, waiting for it."""
-        try:
-            future = self._completed.get(timeout=self._timeout)
-        except queue.Empty:
-            raise ChunkTimeoutError(
-                f"no batch arrived within timeout={self._timeout:g} seconds; {self._window.under_way} are under way. "
-                "Raise timeout, or find out what the samples wait for"
-            ) from None
+        future = self._completed.get()
         if future is not None:  # None: close() woke us up
             self._window.complete(future.chunk.number, future, future.record.bytes)
 
@@ -244,9 +247,9 @@ def _prepare_first(
 def _prepare(
     prepare: Callable[[Batch[Any]], Batch[Any]], put: Callable[[BatchFuture], object], future: BatchFuture
 ) -> None:
-    if not future.cancelled() and future.exception() is None:
+    if not future.cancelled() and future.exception() is None and not future.is_empty:
         prepared = BatchFuture(future.chunk)
-        prepared.record = future.record
+        prepared.record, prepared.failures = future.record, future.failures
         try:
             prepared.set_result(prepare(future.result()))
         except Exception as error:  # what the user's own pin_memory() raises, or no memory: this batch's error

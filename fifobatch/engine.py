@@ -1,4 +1,4 @@
-"""What `BatchExecutor` is a handle of: chunks under way, the pool, and the supervisor.
+"""What `BatchExecutor` is a handle of: chunks under way, and the pools that load them.
 
 Three parties in the parent process, beside the worker processes:
 
@@ -6,14 +6,13 @@ Three parties in the parent process, beside the worker processes:
 - The *pool's thread* (loky's manager) calls `Engine._arrived` when a task is done: unpack, give the slot back, complete
   our future. It never calls the user's code beyond unpickling, as loky's own futures would. By way of the supervisor
   each batch would cost one thread switch more.
-- The *supervisor*, one thread an executor, does what neither may: it cancels what was abandoned, sends payloads again,
-  ends the pool, and kills workers that do not end by themselves. It sleeps on its inbox, with a timeout only while a
-  deadline runs. Finalizers, which may run in any thread and inside any lock, only put messages into that inbox.
+- The *supervisor*, one thread an executor, does what neither may; see `supervisor`.
 
 `BatchExecutor` is a handle: when the last reference to it goes, its finalizer tells the supervisor to end the pool. So
 the `Engine`, which the supervisor's thread keeps alive, must not refer to it.
 """
 
+import math
 import os
 import queue
 import threading
@@ -24,62 +23,88 @@ from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
 from functools import partial
 from typing import Any
 
-import cloudpickle
-
 from fifobatch import server
-from fifobatch.arena import BOARD_BYTES, Arena, Board, Room
+from fifobatch.arena import Arena, Room
+from fifobatch.attempt import brief
+from fifobatch.board import FLAGS, Board
 from fifobatch.completion import BatchFuture
 from fifobatch.errors import ClosedError, WorkerDiedError
-from fifobatch.fetch import Payload, brief
+from fifobatch.fetch import Payload
 from fifobatch.flight import Flight, Run
 from fifobatch.pickling import loads, rebuild, report
 from fifobatch.plan import Batch, Chunk
 from fifobatch.pool import WorkerPool, at_exit
-from fifobatch.shipping import Shipments, cannot_send, pickle_indices
+from fifobatch.shipping import Shipments, pickle_task
 from fifobatch.trace import Trace
 from fifobatch.transport import TASK_BYTES, Parcel, pack, unpack
 from fifobatch.worker import Answer, Context, Task, initialize, load, load_elsewhere
 
-__all__ = ["CANCEL", "EXIT", "FINISH", "GIVE_UP", "Engine"]
+__all__ = ["BROKEN", "CANCEL", "EXIT", "FINISH", "GIVE_UP", "LANDED", "Engine"]
 
-# How long an abandoned worker may finish its sample (and the file that the user's code may be writing) before it is
-# killed. torch's DataLoader gives its workers as long (MP_STATUS_CHECK_INTERVAL).
-GRACE_SECONDS = 5.0
-
-
-# Messages of the supervisor's inbox, beside a Run that ended and a Flight whose payload must be sent again.
-_LANDED, FINISH, CANCEL, GIVE_UP, EXIT = "landed", "finish", "cancel", "give up", "exit"
+# Messages of the supervisor's inbox, beside a Run that ended, and a Flight that is to be loaded again or whose payload
+# must be sent.
+BROKEN, LANDED, WATCH = "a pool is broken", "a flight has landed", "chunks have deadlines"
+FINISH, CANCEL, GIVE_UP, EXIT = "finish", "cancel", "give up", "exit"
 
 
 class Engine:
-    """The state that consumer, pool and supervisor share, under one lock; see the module's docstring."""
+    """The state that consumer, pool and supervisor share, under one lock; see the module's docstring.
 
-    def __init__(self, max_workers: int, executor: Executor | None, arena: Arena | None) -> None:
+    Args:
+        max_workers: The most worker processes.
+        executor: Who loads instead of workers of ours.
+        arena: The memory that batches travel in; None with ``executor``.
+        supervise: Runs in the supervisor's thread.
+    """
+
+    def __init__(
+        self,
+        max_workers: int,
+        executor: Executor | None,
+        arena: Arena | None,
+        supervise: "Callable[[Engine], None]",
+    ) -> None:
         self.pid = os.getpid()
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.arena = arena
+        self.board = None if arena is None else Board(arena)
         self.pool: WorkerPool | None = None
+        self.quarantine: WorkerPool | None = None
         self.trace = Trace()
+        self.flights: dict[int, Flight] = {}
+        self.lock = threading.Lock()
+        self.exiting = False
+        self.wakes_at = math.inf  # when the supervisor looks for chunks that are over their time
+        self.answers = 0  # that workers of the pool have given
         self._elsewhere = executor
-        self._lock = threading.Lock()
-        self._flights: dict[int, Flight] = {}
         self._flags: list[int] = []
         self._closed = False
-        self._broken: str | None = None
+        self._broken: str | None = None  # how an executor that is not ours has ended
+        self._supervise = supervise
         self._supervisor: threading.Thread | None = None
         self._end_lease: Callable[[], None] | None = None
         if arena is not None:
-            self._board = Board(arena)
-            self._flags = list(range(1, BOARD_BYTES))
-            self.pool = WorkerPool(max_workers, initialize, (arena.fd,))
-        self._shipments = Shipments(self.arena, None if self.pool is None else self.pool.expect_modules)
+            self._flags = list(range(1, FLAGS))
+            tell = partial(self.inbox.put, BROKEN)
+            self.pool = WorkerPool(max_workers, initialize, (arena.fd,), tell)
+            self.quarantine = WorkerPool(1, initialize, (arena.fd,), tell, max_workers)
+        self._shipments = Shipments(arena, None if self.pool is None else self.expect_modules)
         _engines.add(self)
+
+    def expect_modules(self, modules: Any) -> None:
+        """Have new workers forked from a server with these modules."""
+        for pool in self.pools:
+            pool.expect_modules(modules)
+
+    @property
+    def pools(self) -> list[WorkerPool]:
+        """The pools of ours: the workers, and the process of quarantine."""
+        return [pool for pool in (self.pool, self.quarantine) if pool is not None]
 
     @property
     def usable(self) -> bool:
         """Whether it takes more chunks."""
-        sound = self._broken is None and (self.pool is None or self.pool.usable)
-        return sound and not self._closed and self.pid == os.getpid()
+        return self._broken is None and not self._closed and self.pid == os.getpid()
 
     # -- consumer's thread
 
@@ -101,9 +126,19 @@ class Engine:
         context = self._shipments.publish(Context.now())
         if self.arena is not None:
             self.arena.spare = max(self.arena.spare, window)
-        with self._lock:
+        with self.lock:
             flag = self._flags.pop() if trace is not None and self._flags else 0
-        return Run(shipment, context, base_seed, flag, trace or self.trace, self.submit, self._abandon)
+        return Run(
+            payload=shipment,
+            context=context,
+            base_seed=base_seed,
+            flag=flag,
+            policy=payload.policy,
+            collates=payload.collates,
+            trace=trace or self.trace,
+            submit=self.submit,
+            abandon=self._abandon,
+        )
 
     def _check_open(self) -> None:
         if self._closed or self.pid != os.getpid():
@@ -114,116 +149,149 @@ class Engine:
 
         Raises:
             ClosedError: The executor was shut down.
-            WorkerDiedError: A worker of this pool has died.
+            OSError: There is no memory for its indices.
+            WorkerDiedError: An executor that is not ours has broken.
         """
-        future = BatchFuture(chunk)
-        try:
-            indices = pickle_indices(chunk.indices) if self.arena is not None else None
-        except Exception as error:  # whatever pickling the user's indices raises
-            error.add_note(f"In fifobatch, pickling the indices of chunk {chunk.number}: {brief(chunk.indices)}.")
-            raise
-        with self._lock:
+        flight = Flight(run, BatchFuture(chunk))
+        with self.lock:
             self._check_open()
             if self._broken is not None:
                 raise WorkerDiedError(f"{self._broken} Earlier chunks were reported; make a new executor to go on")
             if run.over:
                 raise ClosedError("its iterator was closed")
             self._start_supervisor()
-            flight = Flight(run, future, None if self.arena is None else self.arena.take())
-            self._flights[flight.key] = flight
-        parcel = None
+            self.flights[flight.key] = flight
         try:
-            if self.arena is not None and flight.slot is not None and indices is not None:
-                parcel = pack(indices, Room(self.arena, flight.slot), TASK_BYTES)
-            future.inner = self._start(flight, parcel)
+            self.launch(flight)
         except BaseException as error:
-            # The pool may have queued the task all the same (an interrupt, a server that does not start), so its slot
-            # is not used again; but if there was no memory for the indices, nobody else knows of it.
-            if parcel is not None:
-                flight.slot = None
             self._land(flight)
             if isinstance(error, BrokenExecutor):
                 raise self._explain(chunk, error) from error
             raise
-        run.trace.submit(future.record)
-        future.inner.add_done_callback(partial(self._arrived, flight.key))
-        return future
-
-    def _start(self, flight: Flight, indices: Parcel | None, payload: bytes | None = None) -> Future[Answer]:
-        run, chunk = flight.run, flight.future.chunk
-        alive = self._shipments.alive
-        if self.arena is None or self.pool is None or indices is None or flight.slot is None:
-            assert self._elsewhere is not None
-            body = (chunk.number, chunk.indices, chunk.seed)
-            return self._elsewhere.submit(load_elsewhere, run.payload.token, payload, alive, body)
-        task = Task(
-            payload_token=run.payload.token,
-            payload=run.payload.parcel,
-            context_token=run.context.token,
-            context=run.context.parcel,
-            alive=alive,
-            run=run.flag,
-            base_seed=run.base_seed,
-            number=chunk.number,
-            seed=chunk.seed,
-            indices=indices,
-            slot=flight.slot,
-            slot_size=self.arena.size(flight.slot),
-        )
-        return self.pool.submit(load, task.to_bytes())
+        run.trace.submit(flight.future.record)
+        timeout = run.policy.timeout
+        if timeout is not None and time.perf_counter() + timeout < self.wakes_at:
+            self.inbox.put(WATCH)
+        return flight.future
 
     def _abandon(self, run: Run) -> None:
         """Give a run up; from any thread, also from a finalizer."""
         if self.pid == os.getpid():
-            self._raise_flag(run)
+            self.raise_flag(run)
             self.inbox.put(run)
 
-    def _raise_flag(self, run: Run) -> None:
+    def raise_flag(self, run: Run) -> None:
         """Tell the workers that a run was abandoned."""
-        if run.flag:
-            self._board[run.flag] = True
+        if run.flag and self.board is not None:
+            self.board[run.flag] = True
 
     def _start_supervisor(self) -> None:
         if self._supervisor is None:
             if self.pool is not None:
                 self._end_lease = server.servers.lease()
-            self._supervisor = threading.Thread(target=self._supervise, name="fifobatch-supervisor", daemon=True)
+            self._supervisor = threading.Thread(
+                target=self._supervise, args=(self,), name="fifobatch-supervisor", daemon=True
+            )
             self._supervisor.start()
 
     def shutdown(self, message: str) -> threading.Thread | None:
         """Take no more chunks; return the supervisor, which ends when the pool has ended."""
-        with self._lock:
+        with self.lock:
             self._closed = True
             supervisor = self._supervisor
         self.inbox.put(message)
         return supervisor
 
+    # -- consumer's or supervisor's thread
+
+    def launch(self, flight: Flight, payload: bytes | None = None) -> None:
+        """Have a chunk loaded: for the first time, or again.
+
+        Args:
+            flight: The chunk.
+            payload: For an executor that is not ours: the pickled plan, if it asked for it.
+
+        Raises:
+            BrokenExecutor, RuntimeError: An executor that is not ours takes no more.
+            OSError: There is no memory for its indices.
+        """
+        run, chunk, future = flight.run, flight.future.chunk, flight.future
+        flight.lost = False
+        if self.arena is None:
+            assert self._elsewhere is not None
+            body = (chunk.number, chunk.indices, chunk.seed)
+            arguments = (run.payload.token, payload, self._shipments.alive, body, flight.attempt)
+            inner = self._elsewhere.submit(load_elsewhere, *arguments)
+        else:
+            pool = flight.pool = self.quarantine if flight.suspect else self.pool
+            assert pool is not None
+            pickled = pickle_task(chunk, tuple(flight.left_out))
+            flight.slot = self.arena.take()
+            task = Task(
+                payload_token=run.payload.token,
+                payload=run.payload.parcel,
+                context_token=run.context.token,
+                context=run.context.parcel,
+                alive=self._shipments.alive,
+                run=run.flag,
+                base_seed=run.base_seed,
+                number=chunk.number,
+                seed=chunk.seed,
+                indices=pack(pickled, Room(self.arena, flight.slot), TASK_BYTES),
+                slot=flight.slot,
+                slot_size=self.arena.size(flight.slot),
+                key=flight.key,
+                attempt=flight.attempt,
+                singly=flight.singly,
+            )
+            try:
+                inner = pool.submit(load, task.to_bytes())
+            except (
+                BrokenExecutor,
+                ClosedError,
+            ):  # the supervisor will replace the pool, and launch it again
+                flight.lost = True
+                self.inbox.put(BROKEN)
+                return
+            except BaseException:
+                # The pool may have queued the task all the same (an interrupt, a server that does not start), so its
+                # slot is not used again.
+                flight.slot = None
+                raise
+        future.inner = inner
+        inner.add_done_callback(partial(self._arrived, flight.key))
+
     # -- pool's thread
 
     def _arrived(self, key: int, inner: Future[Answer]) -> None:
         """Complete the future of a chunk whose task is done. A done callback: what it raised would be lost."""
-        flight = self._flights[key]
-        future = flight.future
+        flight = self.flights[key]
         if inner.cancelled():
-            self._land(flight)
-            self._settle(flight, None)
+            self.settle(flight, None)
             return
         error = inner.exception()  # not raised: the traceback would keep the frames below, in a manual executor
         if error is not None:  # whatever the pool says of a task that did not run to its end
-            flight.slot = None  # the worker may still be writing
-            self._land(flight)
-            self._settle(flight, self._explain(future.chunk, error))
+            if isinstance(error, BrokenExecutor | ClosedError) and flight.pool is not None:
+                flight.future.inner = None
+                flight.lost = True  # and its slot may still be written: all this is the supervisor's
+                self.inbox.put(BROKEN)
+            else:
+                flight.slot = None
+                self.settle(flight, self._explain(flight.future.chunk, error))
             return
         kind, body, mark = inner.result()
-        if kind == "unknown":
+        self.answers += 1
+        if kind == "again" and not flight.run.over:
+            flight.attempt += 1
+            self.give_back(flight)
+        if kind in ("unknown", "again"):
             self.inbox.put(flight)
             return
         result: Batch[Any] | Exception | None = None
         if kind != "abandoned" and not flight.run.over:
-            flight.run.trace.arrive(future.record, *mark)
+            flight.run.trace.arrive(flight.future.record, *mark)
             result = self._open(flight, kind, body)
-        self._land(flight)
-        self._settle(flight, result)
+        self.settle(flight, result)
 
     def _open(self, flight: Flight, kind: str, body: Any) -> Batch[Any] | Exception:
         chunk = flight.future.chunk
@@ -231,23 +299,37 @@ class Engine:
             if self.arena and flight.slot is not None:
                 slot, flight.slot = flight.slot, None  # the batch gives it back
                 body = loads(*unpack(self.arena, slot, Parcel(*body)))
-            return rebuild(body) if kind == "error" else Batch(chunk.number, chunk.indices, body)
+            if kind == "error":
+                return rebuild(body)
+            if kind == "batch" and not flight.left_out:
+                return Batch(chunk.number, chunk.indices, body)
+            data, failed = (body, []) if kind == "batch" else body
+            return flight.without([(positions, rebuild(told)) for positions, told in failed], data)
         except BaseException as error:  # what unpickling the user's objects raises is this batch's error
             where = f"In the parent, unpickling the batch of chunk {chunk.number} (indices {brief(chunk.indices)})."
-            return rebuild(report(error, where))
+            failure = rebuild(report(error, where))
+            return flight.without([(None, failure)], None) if flight.run.policy.skip else failure
+
+    # -- any of them
+
+    def give_back(self, flight: Flight) -> None:
+        """Let the flight's slot be used again: nobody writes to it any more."""
+        if self.arena and flight.slot is not None:
+            self.arena.give_back(flight.slot)
+            flight.slot = None
 
     def _land(self, flight: Flight) -> None:
         flight.future.inner = None  # a cycle through its done callback, which would keep the batch alive
-        with self._lock:
-            self._flights.pop(flight.key, None)
+        with self.lock:
+            self.flights.pop(flight.key, None)
             closed = self._closed
-        if self.arena and flight.slot is not None:
-            self.arena.give_back(flight.slot)
-        if closed or flight.run.over:
-            self.inbox.put(_LANDED)
+        self.give_back(flight)
+        if closed or flight.run.over or flight.suspect:
+            self.inbox.put(LANDED)
 
-    def _settle(self, flight: Flight, result: Batch[Any] | Exception | None) -> None:
-        """Complete the future; None: its chunk is not loaded, as nobody wants it."""
+    def settle(self, flight: Flight, result: Batch[Any] | Exception | None) -> None:
+        """Complete its future; None: its chunk is not loaded, as nobody wants it."""
+        self._land(flight)
         future = flight.future
         if flight.run.trace is self.trace:  # no iterator delivers it
             error = None if isinstance(result, Batch) else type(result or CancelledError()).__name__
@@ -262,91 +344,39 @@ class Engine:
                 future.set_exception(result)
 
     def _explain(self, chunk: Chunk, error: BaseException) -> Exception:
-        if self.pool is not None and self.pool.killed is not None:
-            error = self.pool.killed  # loky would say that its workers have died
-        if isinstance(error, ClosedError):
-            return ClosedError(f"chunk {chunk.number} was not loaded: {error}")
+        """Return what the user is told of an error of the executor itself."""
+        where = f"chunk {chunk.number} (indices {brief(chunk.indices)})"
         if not isinstance(error, BrokenExecutor):
-            return rebuild(report(error, f"In the executor, on chunk {chunk.number} (indices {brief(chunk.indices)})."))
-        with self._lock:
+            return rebuild(report(error, f"In the executor, on {where}."))
+        with self.lock:
             if self._broken is None:
-                dead = self.pool.dead_workers() if self.pool is not None else []
-                self._broken = f"A worker process died: {', '.join(dead) or str(error).rstrip('.')}."
-        died = WorkerDiedError(
-            f"{self._broken} Chunk {chunk.number} (indices {brief(chunk.indices)}) was under way and is not loaded"
-        )
+                self._broken = f"A worker process died: {str(error).rstrip('.')}."
+        died = WorkerDiedError(f"{self._broken} C{where[1:]} was under way and is not loaded")
         died.__cause__ = error
         return died
 
-    # -- supervisor's thread
+    def free_flags(self, ended: list[Run]) -> list[Run]:
+        """Use a run's flag again when none of its tasks can read it any more; return the runs still waiting."""
+        with self.lock:
+            busy = {flight.run for flight in self.flights.values()}
+            for run in ended:
+                if run not in busy and run.flag and self.board is not None:
+                    self.board[run.flag] = False
+                    self._flags.append(run.flag)
+        return [run for run in ended if run in busy]
 
-    def _supervise(self) -> None:
-        ending, deadline = False, None
-        ended_runs: list[Run] = []
-        while not (ending and not self._flights):
-            try:
-                message = self.inbox.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                message = EXIT
-            if isinstance(message, Run):
-                ended_runs.append(message)
-                self._cancel(message, give_up=True)
-            elif isinstance(message, Flight):
-                self._send_again(message)
-            elif message in (FINISH, CANCEL, GIVE_UP):
-                ending = True
-                if message == GIVE_UP:
-                    deadline = time.monotonic() + GRACE_SECONDS
-                if message != FINISH:
-                    self._cancel(None, give_up=message == GIVE_UP)
-            elif message == EXIT:
-                ending, deadline = True, None
-                self.kill()
-            del message
-            ended_runs = self._free_flags(ended_runs)
-        if self.pool is not None:
-            self.pool.shutdown()
-            if not self.pool.join(GRACE_SECONDS):  # a thread of the user's keeps a worker from ending
-                self.kill()
-                self.pool.join(None)
+    def kill(self) -> None:
+        """Kill the workers now; from any thread."""
+        self.exiting = True
+        for pool in self.pools:
+            pool.kill(ClosedError("its worker was killed at the executor's end"))
+
+    def close(self) -> None:
+        """Give the memory back, and the fork servers; the pools have ended."""
         if self.arena is not None:
             self.arena.close()
         if self._end_lease is not None:
             self._end_lease()
-
-    def _cancel(self, run: Run | None, give_up: bool) -> None:
-        """Cancel what no worker has begun, of one run or of all; ``give_up`` also stops the rest at the next sample."""
-        with self._lock:
-            flights = [flight for flight in self._flights.values() if run is None or flight.run is run]
-        for flight in flights:
-            if give_up:
-                flight.run.over = True
-                self._raise_flag(flight.run)
-            flight.future.cancel()
-
-    def _free_flags(self, ended: list[Run]) -> list[Run]:
-        """Use a run's flag again when none of its tasks can read it any more; return the runs still waiting."""
-        with self._lock:
-            busy = {flight.run for flight in self._flights.values()}
-            for run in ended:
-                if run not in busy and run.flag:
-                    self._board[run.flag] = False
-                    self._flags.append(run.flag)
-        return [run for run in ended if run in busy]
-
-    def _send_again(self, flight: Flight) -> None:
-        try:
-            flight.future.inner = self._start(flight, None, cloudpickle.dumps(flight.run.payload.content))
-        except Exception as error:  # the user's pickling, or an executor that takes no more: this chunk's error
-            self._land(flight)
-            self._settle(flight, cannot_send(flight.run.payload.content, error))
-        else:
-            flight.future.inner.add_done_callback(partial(self._arrived, flight.key))
-
-    def kill(self) -> None:
-        """Kill the workers now; from any thread."""
-        if self.pool is not None:
-            self.pool.kill(ClosedError("its worker was killed at the executor's end"))
 
 
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()

@@ -7,19 +7,22 @@
 import dataclasses
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 
+from fifobatch.attempt import NO_POLICY, Again, Attempt, Located, Policy, brief
 from fifobatch.completion import Completions
 from fifobatch.errors import ClosedError, SampleError
 from fifobatch.executor import BatchExecutor
-from fifobatch.fetch import Located, Payload, fetch, seeds
-from fifobatch.plan import Batch, BatchPlan, Chunk
+from fifobatch.fetch import NOTHING, Payload, fetch, seeds
+from fifobatch.measures import Span, Statistics
+from fifobatch.plan import Batch, BatchPlan, Chunk, Failure
 from fifobatch.progress import Progress
-from fifobatch.trace import Record, Span, Statistics, Trace
+from fifobatch.trace import Record, Trace
 
 __all__ = ["InProcess", "LoaderIterator", "pinning"]
 
@@ -56,15 +59,17 @@ class LoaderIterator(Iterator[Any]):
         self._length = length
         self._progress = progress
         self._executor = executor
+        self._warned = False
 
     def __next__(self) -> Any:
         """Return the next batch to complete.
 
         Raises:
-            ChunkTimeoutError: None completed within the loader's ``timeout``; the iterator can be used on.
+            ChunkTimeoutError: A chunk ran for longer than the loader's ``timeout``; the other batches still come.
             ClosedError: The iterator was closed.
             Exception: What the user's code raised for this batch, with a note that names the sample; the other batches
                 still come.
+            WorkerDiedError: A chunk kills its worker process again and again; the other batches still come.
             StopIteration: Every batch was yielded.
         """
         try:
@@ -74,6 +79,7 @@ class LoaderIterator(Iterator[Any]):
             return batch
         except StopIteration:
             self._end()
+            self._warn_of_failures()
             raise
         except BaseException:
             if self._progress is not None:
@@ -92,6 +98,11 @@ class LoaderIterator(Iterator[Any]):
             raise TypeError("the loader's sampler has no length")
         return self._length
 
+    @property
+    def failures(self) -> list[Failure]:
+        """The samples left out of this epoch's batches so far, as ``on_error="skip"`` asks."""
+        return list(self._batches.trace.failures)
+
     def statistics(self) -> Statistics:
         """Return where this epoch's time went so far."""
         return self._batches.trace.statistics()
@@ -99,6 +110,18 @@ class LoaderIterator(Iterator[Any]):
     def timeline(self) -> tuple[Span, ...]:
         """Return when each chunk was submitted, started, loaded and delivered: the last 4,096, a span each."""
         return self._batches.trace.timeline()
+
+    def _warn_of_failures(self) -> None:
+        failures = self._batches.trace.failures
+        if failures and not self._warned:
+            self._warned = True
+            first = failures[0]
+            error = f"{type(first.error).__name__}: {first.error}"
+            warnings.warn(
+                f"left out of this epoch: {len(failures)} {'sample' if len(failures) == 1 else 'samples'} that failed; "
+                f"see loader.failures. The first, dataset[{brief(first.index)}]: {error[:200]}",
+                stacklevel=3,
+            )
 
     def _end(self) -> None:
         if self._progress is not None:
@@ -120,17 +143,18 @@ class InProcess(Iterator[Any]):
     Args:
         plan: What to load.
         select: What to yield of a batch.
+        policy: What becomes of chunks that fail.
     """
 
     under_way = 0
 
-    def __init__(self, plan: BatchPlan, select: Callable[[Batch[Any]], Any]) -> None:
+    def __init__(self, plan: BatchPlan, select: Callable[[Batch[Any]], Any], policy: Policy = NO_POLICY) -> None:
         self.trace = Trace(Trace())
         self._select = select
         chunks = iter(plan)
         # Begin now: what the sampler draws belongs to the moment of iter().
         self._chunks = itertools.chain(list(itertools.islice(chunks, 1)), chunks)
-        self._payload = Payload(plan.dataset, plan.collate_fn, plan.collates, None, 0)
+        self._payload = Payload(plan.dataset, plan.collate_fn, plan.collates, None, 0, policy)
         self._closed = False
         self.trace.started()
 
@@ -144,40 +168,79 @@ class InProcess(Iterator[Any]):
         if self._closed:
             raise ClosedError("this iterator was closed; start a new one with iter(loader)")
         requested = time.perf_counter()
-        try:
-            chunk = next(self._chunks)
-        except BaseException:
-            self.trace.wait(requested)
-            self.trace.end()
-            raise
-        record = Record(chunk.number)
-        self.trace.submit(record)
-        try:
-            batch = self._select(self._load(chunk, record))
-        except BaseException as error:
-            self.trace.hand_over(record, type(error).__name__)
-            raise
-        else:
-            self.trace.hand_over(record)
-            return batch
-        finally:
-            self.trace.deliver(record, requested)
+        while True:
+            try:
+                chunk = next(self._chunks)
+            except BaseException:
+                self.trace.wait(requested)
+                self.trace.end()
+                raise
+            record = Record(chunk.number)
+            self.trace.submit(record)
+            try:
+                loaded = self._load(chunk, record)
+                batch = None if loaded is None else self._select(loaded)
+            except BaseException as error:
+                self.trace.hand_over(record, type(error).__name__)
+                raise
+            else:
+                failed = type(self.trace.failures[-1].error).__name__ if loaded is None else None
+                self.trace.hand_over(record, failed)
+                if loaded is not None:
+                    return batch
+            finally:
+                self.trace.deliver(record, requested)
 
-    def _load(self, chunk: Chunk, record: Record) -> Batch[Any]:
-        started = time.perf_counter()
-        try:
-            with seeds(chunk.seed):
-                return Batch(chunk.number, chunk.indices, fetch(self._payload, chunk.indices, chunk.number))
-        except Located as wrapped:
-            error, where = wrapped.error, f"In fifobatch, {wrapped}."
-        finally:
-            self.trace.arrive(record, None, started, time.perf_counter(), 0)
-        if isinstance(error, (StopIteration, StopAsyncIteration)):  # would end the loop without a word
-            raise SampleError(f"{type(error).__name__}: {error}\n{where}") from error
-        error.add_note(where)
-        raise error
+    def _load(self, chunk: Chunk, record: Record) -> Batch[Any] | None:
+        """Return the chunk's batch; None if every sample of it was left out."""
+        for number in itertools.count(1):
+            started = time.perf_counter()
+            attempt = Attempt(chunk.number, self._payload.policy, number)
+            try:
+                with seeds(chunk.seed):
+                    data = fetch(self._payload, chunk.indices, attempt)
+            except Again:
+                self.trace.again(died=False)
+            except Located as located:
+                raise _raisable(located) from located.error.__cause__
+            else:
+                kept = self._note_failures(chunk, attempt)
+                return None if data is NOTHING else Batch(chunk.number, kept, data)
+            finally:
+                self.trace.arrive(record, None, started, time.perf_counter(), 0)
+        raise AssertionError
+
+    def _note_failures(self, chunk: Chunk, attempt: Attempt) -> Any:
+        """Note what an attempt has left out, and return the indices of the rest."""
+        if not attempt.failed:
+            return chunk.indices
+        indices = list(chunk.indices) if self._payload.collates else [chunk.indices]
+        errors: dict[int, Exception] = {}
+        for positions, located in attempt.failed:
+            error = _raisable(located)
+            errors |= {
+                position: error
+                for position in (range(len(indices)) if positions is None else positions)
+                if position not in errors
+            }
+        self.trace.failures += [
+            Failure(indices[position], chunk.number, errors[position], attempt.attempt) for position in sorted(errors)
+        ]
+        kept = [index for position, index in enumerate(indices) if position not in errors]
+        return kept if self._payload.collates else chunk.indices
 
     def close(self) -> None:
         """Load no more. Idempotent."""
         self._closed = True
         self.trace.end()
+
+
+def _raisable(located: Located) -> Any:
+    """Return what the user's code raised, with a note that says where; in another class if it would end a loop."""
+    error, where = located.error, f"In fifobatch, {located}."
+    if isinstance(error, (StopIteration, StopAsyncIteration)):  # would end the loop without a word
+        failure = SampleError(f"{type(error).__name__}: {error}\n{where}")
+        failure.__cause__ = error
+        return failure
+    error.add_note(where)
+    return error

@@ -4,8 +4,8 @@
 
     FifobatchError (RuntimeError)
     |-- SampleError                           your dataset failed, and its own error could not be raised here
-    |-- WorkerDiedError (BrokenExecutor)      a worker process died: killed, out of memory, a crash in C code
-    |-- ChunkTimeoutError (TimeoutError)      no batch arrived within ``timeout`` seconds
+    |-- WorkerDiedError (BrokenExecutor)      a chunk kills its worker process, again and again
+    |-- ChunkTimeoutError (TimeoutError)      a chunk was not done within ``timeout`` seconds
     |-- PlanError (ValueError)                what you asked for cannot be planned or sent to a worker
     `-- ClosedError                           you closed it, then used it
 
@@ -33,11 +33,15 @@ class SampleError(FifobatchError):
 
 
 class WorkerDiedError(FifobatchError, BrokenExecutor):
-    """A worker process died before it could answer. The message has its exit code."""
+    """A chunk ended its worker process whenever it was tried (out of memory, a crash in C code, an exit).
+
+    The message names the sample, and has the signal or exit code. A worker that is killed once is no error: what it had
+    is loaded again.
+    """
 
 
 class ChunkTimeoutError(FifobatchError, TimeoutError):
-    """No batch arrived within the loader's ``timeout``, in seconds."""
+    """A chunk ran for longer than the loader's ``timeout``, in seconds. A note has the Python stack where it hung."""
 
 
 class PlanError(FifobatchError, ValueError):

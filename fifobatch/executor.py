@@ -3,7 +3,9 @@
 Runs in the parent process, in the thread that calls; what goes on behind it is `engine`'s.
 """
 
+import functools
 import itertools
+import multiprocessing
 import threading
 import warnings
 import weakref
@@ -15,17 +17,20 @@ from typing import Any
 
 from fifobatch import server
 from fifobatch.arena import Arena
+from fifobatch.attempt import NO_POLICY, Policy
 from fifobatch.completion import BatchFuture, Completions
 from fifobatch.engine import CANCEL, FINISH, GIVE_UP, Engine
 from fifobatch.errors import PlanError
 from fifobatch.fetch import Payload
 from fifobatch.flight import Run
+from fifobatch.measures import Span, Statistics
 from fifobatch.plan import Batch, BatchPlan, Chunk
 from fifobatch.pool import cpu_count, loky_pool
-from fifobatch.trace import Span, Statistics, Trace
+from fifobatch.supervisor import supervise
+from fifobatch.trace import Trace
 from fifobatch.window import Window, check_count
 
-__all__ = ["BatchExecutor"]
+__all__ = ["BatchExecutor", "may_have_children", "shared_executor"]
 
 
 class BatchExecutor:
@@ -80,7 +85,7 @@ class BatchExecutor:
         arena = _make_arena() if executor is None else None
         if executor is None and arena is None:
             executor = self._owned = loky_pool(self.max_workers)
-        self._engine = Engine(self.max_workers, executor, arena)
+        self._engine = Engine(self.max_workers, executor, arena, supervise)
         self._runs: weakref.WeakKeyDictionary[BatchPlan, Run] = weakref.WeakKeyDictionary()
         self._latest: weakref.WeakKeyDictionary[object, Run] = weakref.WeakKeyDictionary()
         self._finalizer = weakref.finalize(self, self._engine.inbox.put, GIVE_UP)
@@ -93,7 +98,7 @@ class BatchExecutor:
 
     @property
     def usable(self) -> bool:
-        """Whether it takes more chunks: it was not shut down, and no worker has died."""
+        """Whether it takes more chunks: it was not shut down, and no executor passed in has broken."""
         return self._engine.usable
 
     def submit(self, plan: BatchPlan, chunk: Chunk) -> "Future[Batch[Any]]":
@@ -104,7 +109,7 @@ class BatchExecutor:
         Raises:
             ClosedError: The executor was shut down.
             PlanError: The plan cannot be pickled.
-            WorkerDiedError: A worker of this executor has died.
+            WorkerDiedError: An executor passed in has broken.
         """
         run = self._runs.get(plan)
         if run is None:
@@ -135,7 +140,7 @@ class BatchExecutor:
         *,
         num_workers: int | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
-        timeout: float | None = None,
+        policy: Policy = NO_POLICY,
         prepare: Callable[[Batch[Any]], Batch[Any]] | None = None,
         owner: object = None,
     ) -> Completions:
@@ -147,7 +152,7 @@ class BatchExecutor:
             select: What to yield of a batch.
             num_workers: What ``get_worker_info()`` says; ``max_workers`` if None.
             worker_init_fn: The executor's own if None.
-            timeout: Seconds to wait for the next batch.
+            policy: What becomes of chunks that fail.
             prepare: Done to each batch before it is delivered, in a thread of its own.
             owner: Whoever will iterate the same dataset again (``plan`` if None): what was shipped for it stays shipped
                 as long as it lives, so that workers keep their copy if nothing has changed.
@@ -160,10 +165,10 @@ class BatchExecutor:
         first = list(itertools.islice(chunks, 1))  # a plan without chunks pickles and starts nothing
         run = None
         if first:
-            payload = self._payload(plan, num_workers, worker_init_fn)
+            payload = self._payload(plan, num_workers, worker_init_fn, policy)
             run = self._engine.start_run(payload, plan.seed, window.size, trace)
             self._latest[plan if owner is None else owner] = run
-        return Completions(itertools.chain(first, chunks), run, window, select, trace, self, timeout, prepare)
+        return Completions(itertools.chain(first, chunks), run, window, select, trace, self, prepare)
 
     def statistics(self) -> Statistics:
         """Return the sums over everything that was loaded here, for all iterators and `submit`.
@@ -181,6 +186,7 @@ class BatchExecutor:
         plan: BatchPlan,
         num_workers: int | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
+        policy: Policy = NO_POLICY,
     ) -> Payload:
         return Payload(
             dataset=plan.dataset,
@@ -188,6 +194,7 @@ class BatchExecutor:
             collates=plan.collates,
             worker_init_fn=worker_init_fn or self.worker_init_fn,
             num_workers=num_workers or self.max_workers,
+            policy=policy,
         )
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -228,3 +235,33 @@ def _make_arena() -> Arena | None:
             stacklevel=4,
         )
         return None
+
+
+@functools.cache
+def _warn_daemonic() -> None:
+    warnings.warn("a daemonic process may not have child processes: fifobatch loads in this process", stacklevel=5)
+
+
+def may_have_children() -> bool:
+    """Whether this process may have child processes; warn once if not."""
+    daemonic = multiprocessing.current_process().daemon
+    if daemonic:
+        _warn_daemonic()
+    return not daemonic
+
+
+def shared_executor(
+    executor: BatchExecutor | Executor, num_workers: int | None, worker_init_fn: Callable[[int], None] | None
+) -> BatchExecutor:
+    """Return ``executor`` for use by several loaders.
+
+    Raises:
+        TypeError: It is no executor.
+        ValueError: It does not go with the other arguments.
+    """
+    if num_workers == 0:
+        raise ValueError(f"num_workers=0 loads in this process, and executor={executor!r} elsewhere; give one of them")
+    shared = executor if isinstance(executor, BatchExecutor) else BatchExecutor(executor=executor)
+    if worker_init_fn is not None and not shared.has_own_workers:
+        raise ValueError(f"worker_init_fn={worker_init_fn!r} cannot run in the workers of executor={executor!r}")
+    return shared

@@ -5,7 +5,7 @@ Runs in a worker process, or, where there are no workers (``num_workers=0``), in
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,9 +16,10 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate, default_collate_fn_map
 
 from fifobatch.arena import Room
+from fifobatch.attempt import COLLATING, LISTING, NO_POLICY, Attempt, Policy, brief
 from fifobatch.pickling import IN_BAND_BYTES
 
-__all__ = ["ABANDONED", "Located", "Payload", "brief", "fetch", "seed_all", "seeds", "size_of"]
+__all__ = ["ABANDONED", "NOTHING", "Payload", "fetch", "seed_all", "seeds", "size_of"]
 
 
 class Payload(NamedTuple):
@@ -29,84 +30,101 @@ class Payload(NamedTuple):
     collates: bool
     worker_init_fn: Callable[[int], None] | None
     num_workers: int
+    policy: Policy = NO_POLICY
 
 
-ABANDONED = object()
+ABANDONED = object()  # instead of a batch: nobody wants it any more
+NOTHING = object()  # instead of a batch: every sample was left out
 
 
-class Located(Exception):
-    """Says where the user's code failed, and carries what it raised.
-
-    Attributes:
-        error: What it raised.
-    """
-
-    def __init__(self, where: str, error: BaseException) -> None:
-        super().__init__(where)
-        self.error = error
-
-
-def fetch(
-    plan: Payload,
-    indices: Any,
-    number: int,
-    abandoned: Callable[[], bool] = lambda: False,
-    room: Room | None = None,
-) -> Any:
-    """Return the collated batch of one chunk; `ABANDONED` if nobody wants it any more.
+def fetch(plan: Payload, indices: Any, attempt: Attempt, room: Room | None = None) -> Any:
+    """Return the collated batch of one chunk; `ABANDONED` or `NOTHING` if there is none.
 
     Args:
         plan: Dataset and functions.
         indices: The chunk's.
-        number: The chunk's.
-        abandoned: Asked before each sample.
+        attempt: Which try it is.
         room: Where torch's default collate_fn makes its tensors, so that they need not be copied there.
 
     Raises:
+        Again: It is to be tried again.
         Located: From whatever the user's code raises.
     """
-    dataset = plan.dataset
-    step = "reading the indices"
-    current: Any = indices
+    if not plan.collates:
+        samples, loaded = _load_single(plan.dataset, indices, attempt), indices
+    elif _fetches_lists(type(plan.dataset)) and not attempt.singly:
+        samples, loaded = _load_list(plan.dataset, indices, attempt)
+    else:
+        samples, loaded = _load_each(plan.dataset, indices, attempt)
+    if samples is ABANDONED or samples is NOTHING:
+        return samples
+    attempt.at(COLLATING)
     try:
-        if not plan.collates:
-            step = "loading dataset[...]"
-            samples = dataset[indices]
-        elif _fetches_lists(type(dataset)):
-            step = "dataset.__getitems__"
-            samples = dataset.__getitems__(indices)
-            if len(samples) != len(indices):
-                raise ValueError(
-                    f"{type(dataset).__name__}.__getitems__ returned {len(samples)} samples for {len(indices)} indices"
-                )
-        else:
-            samples = []
-            step = "loading dataset[...]"
-            for index in indices:
-                if abandoned():
-                    return ABANDONED
-                current = index
-                samples.append(dataset[index])
-        step = "collate_fn"
         return _collate(plan, samples, room)
     except BaseException as error:  # whatever it is, it gets its place and goes on
-        raise Located(_place(step, current, indices, number), error) from None
+        where = f"collate_fn, chunk {attempt.number} (indices {brief(loaded)}){_unequal(samples, loaded)}"
+        attempt.fail(None, error, where)
+        return NOTHING
 
 
-def _place(step: str, current: Any, indices: Any, number: int) -> str:
-    """Say where a chunk was; texts are made for errors only."""
-    chunk = f"chunk {number}"
-    match step:
-        case "reading the indices":
-            return f"reading the indices {brief(indices)} of {chunk}"
-        case "dataset.__getitems__":
-            return f"dataset.__getitems__({brief(indices)}), {chunk}"
-        case "loading dataset[...]" if current is indices:
-            return f"loading dataset[{brief(indices)}], {chunk}"
-        case "loading dataset[...]":
-            return f"loading dataset[{brief(current)}], {chunk} (indices {brief(indices)})"
-        case _:
-            return f"collate_fn, {chunk} (indices {brief(indices)})"
+def _load_single(dataset: Any, index: Any, attempt: Attempt) -> Any:
+    attempt.at(0)
+    if 0 in attempt.left_out:
+        return NOTHING
+    try:
+        return dataset[index]
+    except BaseException as error:  # likewise
+        attempt.fail((0,), error, f"loading dataset[{brief(index)}], chunk {attempt.number}")
+        return NOTHING
+
+
+def _load_list(dataset: Any, indices: Any, attempt: Attempt) -> tuple[Any, Any]:
+    attempt.at(LISTING)
+    if attempt.left_out:
+        indices = [index for position, index in enumerate(indices) if position not in attempt.left_out]
+        if not indices:
+            return NOTHING, indices
+    try:
+        samples = dataset.__getitems__(indices)
+        if len(samples) != len(indices):
+            cls = type(dataset).__name__
+            raise ValueError(f"{cls}.__getitems__ returned {len(samples)} samples for {len(indices)} indices")
+    except BaseException as error:  # likewise
+        if not attempt.recovers(error):
+            where = f"dataset.__getitems__({brief(indices)}), chunk {attempt.number}"
+            raise attempt.located(error, where) from None
+    else:
+        return samples, indices
+    return _load_each(dataset, indices, attempt)  # to find out which of them fail
+
+
+def _load_each(dataset: Any, indices: Any, attempt: Attempt) -> tuple[Any, Any]:
+    try:
+        each = list(indices)
+    except BaseException as error:  # likewise
+        attempt.fail(None, error, f"reading the indices {brief(indices)} of chunk {attempt.number}")
+        return NOTHING, indices
+    of_list = _fetches_lists(type(dataset))
+    samples: list[Any] = []
+    loaded: list[Any] = []
+    for position, index in enumerate(each):
+        if position in attempt.left_out:
+            continue
+        if attempt.at(position):
+            return ABANDONED, each
+        try:
+            samples.append(_only(dataset.__getitems__([index])) if of_list else dataset[index])
+        except BaseException as error:  # likewise
+            where = f"loading dataset[{brief(index)}], chunk {attempt.number} (indices {brief(indices)})"
+            attempt.fail((position,), error, where)
+        else:
+            loaded.append(index)
+    return (samples, loaded) if samples or not each else (NOTHING, each)
+
+
+def _only(samples: Any) -> Any:
+    [sample] = samples
+    return sample
 
 
 def _collate(plan: Payload, samples: Any, room: Room | None) -> Any:
@@ -154,6 +172,43 @@ def _fetches_lists(cls: type) -> bool:
     return False
 
 
+def _unequal(samples: Any, indices: Any) -> str:
+    """Say which samples have which shape, at the first place where they differ; empty if they do not."""
+    try:
+        path, shapes = _first_difference(list(samples), "sample")
+        by_shape: dict[str, list[Any]] = {}
+        for shape, index in zip(shapes, indices):
+            by_shape.setdefault(shape, []).append(index)
+    except Exception:  # the user's own containers, inside an error message
+        return ""
+    groups = "; ".join(f"{shape} at {brief(group)}" for shape, group in by_shape.items())
+    return f": {path} is {groups}" if len(by_shape) > 1 else ""
+
+
+def _first_difference(samples: list[Any], path: str) -> tuple[str, list[str]]:
+    """Return the path of the first part in which samples differ in kind, length or shape, and what each has there."""
+    first = samples[0]
+    parts: Iterable[Any] = ()
+    if all(isinstance(sample, Mapping) and sample.keys() == first.keys() for sample in samples):
+        parts = first.keys()
+    elif all(isinstance(sample, (list, tuple)) and len(sample) == len(first) for sample in samples):
+        parts = range(len(first))
+    for part in parts:
+        where, shapes = _first_difference([sample[part] for sample in samples], f"{path}[{part!r}]")
+        if len(set(shapes)) > 1:
+            return where, shapes
+    return path, [_shape(sample) for sample in samples]
+
+
+def _shape(sample: Any) -> str:
+    kind = type(sample).__name__
+    if hasattr(sample, "shape"):
+        return f"a {kind} of shape {tuple(sample.shape)}"
+    if isinstance(sample, Mapping):
+        return f"a {kind} with keys {brief(sorted(map(str, sample)))}"
+    return f"a {kind} of length {len(sample)}" if isinstance(sample, (list, tuple)) else f"a {kind}"
+
+
 def size_of(data: Any) -> int:
     """Return how many bytes the tensors, arrays and texts have that lie in a batch's lists, tuples and mappings."""
     if isinstance(data, Mapping):
@@ -162,15 +217,6 @@ def size_of(data: Any) -> int:
         return sum(map(size_of, data))
     size = len(data) if isinstance(data, (str, bytes, bytearray)) else getattr(data, "nbytes", 0)
     return size if isinstance(size, int) else 0
-
-
-def brief(indices: object) -> str:
-    """Return ``indices`` as text for a message, at most 100 characters of it."""
-    try:
-        text = repr(indices)
-    except Exception as error:  # the user's __repr__, inside an error message
-        text = f"<{type(indices).__name__}, and its repr raises {type(error).__name__}>"
-    return text if len(text) <= 100 else text[:97] + "..."
 
 
 def seed_all(seed: int) -> None:

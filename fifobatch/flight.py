@@ -1,19 +1,29 @@
 """What is under way: a run is one iteration over a plan, a flight one chunk of it.
 
-Plain records of the parent process, which the consumer's, the pool's and the supervisor's thread share.
+Records of the parent process, which the consumer's, the pool's and the supervisor's thread share; and the rules by
+which a chunk whose worker died or hung is loaded again, without a sample, or not at all.
 """
 
 import itertools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
 
+from fifobatch.attempt import COLLATING, LISTING, PACKING, SETTING_UP, Policy, brief
+from fifobatch.board import START
 from fifobatch.completion import BatchFuture
-from fifobatch.plan import Chunk
+from fifobatch.errors import ChunkTimeoutError, WorkerDiedError
+from fifobatch.plan import Batch, Chunk, Failure
+from fifobatch.pool import WorkerPool
 from fifobatch.shipping import Shipment
 from fifobatch.trace import Trace
 
-__all__ = ["Flight", "Run"]
+__all__ = ["FRUITLESS_STARTS", "Flight", "Run"]
 
-_keys = itertools.count()
+# How often workers may die before they begin with anything, one after the other, until that is an error.
+FRUITLESS_STARTS = 5
+
+_keys = itertools.count(1)
 
 
 class Run:
@@ -24,6 +34,8 @@ class Run:
         context: The shipment of the surroundings.
         base_seed: The epoch's base seed.
         flag: Its place on the board; 0 is never set, for chunks submitted one by one.
+        policy: What becomes of chunks that fail.
+        collates: Whether a chunk's indices are a list.
         trace: Where to note what happens.
         submit: Starts loading a chunk of it.
         abandon: Gives up what is still under way of it, without a lock.
@@ -35,6 +47,8 @@ class Run:
         context: Shipment,
         base_seed: int,
         flag: int,
+        policy: Policy,
+        collates: bool,
         trace: Trace,
         submit: "Callable[[Run, Chunk], BatchFuture]",
         abandon: "Callable[[Run], None]",
@@ -43,6 +57,8 @@ class Run:
         self.context = context
         self.base_seed = base_seed
         self.flag = flag
+        self.policy = policy
+        self.collates = collates
         self.trace = trace
         self.over = False
         self._submit = submit
@@ -69,11 +85,135 @@ class Flight:
     Args:
         run: The iteration that it belongs to.
         future: Ours, to be completed.
+
+    Attributes:
+        key: Names it, also on the board.
         slot: Where the batch will come; None if there is none, or if it is not to be given back when the flight lands.
+        pool: The pool that it was given to.
+        lost: Whether that pool has broken; the supervisor sees to it.
+        attempt: Which try this is, from 1; those that a worker died on do not count.
+        suspect: Whether a worker has died on it: it is loaded in quarantine.
+        singly: Whether it is loaded one sample at a time.
+        left_out: The samples to leave out, by position.
     """
 
-    def __init__(self, run: Run, future: BatchFuture, slot: int | None) -> None:
+    def __init__(self, run: Run, future: BatchFuture) -> None:
         self.key = next(_keys)
         self.run = run
         self.future = future
-        self.slot = slot
+        self.slot: int | None = None
+        self.pool: WorkerPool | None = None
+        self.lost = False
+        self.attempt = 1
+        self.suspect = False
+        self.singly = False
+        self.left_out: dict[int, Failure] = {}
+        self._deaths: Counter[int] = Counter()  # in quarantine, by step
+        self._died = 0
+
+    # -- what becomes of it: None for another try, else what to complete its future with
+
+    def died(self, step: int, how: str) -> "Batch[Any] | Exception | None":
+        """Note that its worker has died.
+
+        A worker that dies outside quarantine may have been killed by anything: so the chunk is tried in quarantine, and
+        convicted when it has killed there twice at the same step (or as often as there are ``retries``).
+
+        Args:
+            step: The step that the worker was at.
+            how: Which worker, and how it ended.
+        """
+        self._died += step != START
+        if not self.suspect:
+            self.suspect = self.singly = True
+            return None
+        self._deaths[step] += 1
+        if self._deaths[step] < (FRUITLESS_STARTS if step == START else max(2, self.run.policy.retries)):
+            return None
+        times = self._deaths.pop(step) + (step != START)
+        error = WorkerDiedError(f"{self._describe(step)} ended its worker process {times} times: {how}. {self._whole}")
+        return self._cannot(step, error, self.attempt - 1 + self._died)
+
+    def timed_out(self, step: int, pid: int, seconds: float, stack: str) -> "Batch[Any] | Exception | None":
+        """Note that it was over its time, and its worker was killed for it.
+
+        Args:
+            step: The step that the worker was at.
+            pid: The worker's.
+            seconds: How long it has run.
+            stack: The worker's Python stack; empty if it could not be had.
+        """
+        policy = self.run.policy
+        error = ChunkTimeoutError(
+            f"{self._describe(step)} is not done within timeout={policy.timeout:g} seconds. {self._whole}"
+        )
+        # Neither our thread nor what has called the user's code is of interest.
+        threads = [thread for thread in stack.split("\n\n") if "in _leave_with_parent" not in thread]
+        stack = "\n".join(threads).partition(" in load\n")[0].strip() or "(none: the process did not run)"
+        error.add_note(
+            f"In fifobatch worker {pid}, {self._describe(step)}, chunk {self.future.chunk.number}; "
+            f"attempt {self.attempt}, after {seconds:.3g} s.\nStack of the worker:\n"
+            + "\n".join(f"  {line}" for line in stack.splitlines())
+        )
+        self.attempt += 1
+        if self.attempt - 1 <= policy.retries and issubclass(ChunkTimeoutError, policy.retry_on):
+            return None
+        return self._cannot(step, error, self.attempt - 1 + self._died)
+
+    def _cannot(self, step: int, error: Exception, attempts: int) -> "Batch[Any] | Exception | None":
+        """Return what becomes of it if this step cannot be done."""
+        if not self.run.policy.skip or step in (START, SETTING_UP):
+            return error
+        if step == LISTING:
+            self.singly = True
+            return None
+        if step in (COLLATING, PACKING):
+            return self.without([(None, error)], None, attempts)
+        self.left_out[step] = self._failure(step, error, attempts)
+        return None if len(self.left_out) < len(self._indices) else self.without([], None, attempts)
+
+    def without(
+        self, failed: Iterable[tuple[tuple[int, ...] | None, Exception]], data: Any, attempts: int | None = None
+    ) -> Batch[Any]:
+        """Return its batch without the samples that were left out.
+
+        Args:
+            failed: Positions of samples that failed (None for all that have not failed before), and their errors.
+            data: What is left.
+            attempts: How often it was tried; None if the last try is the present one.
+        """
+        attempts = attempts or self.attempt + self._died
+        failures = dict(self.left_out)
+        indices = self._indices
+        for positions, error in failed:
+            for position in range(len(indices)) if positions is None else positions:
+                failures.setdefault(position, self._failure(position, error, attempts))
+        self.future.failures = [failures[position] for position in sorted(failures)]
+        kept = [index for position, index in enumerate(indices) if position not in failures]
+        self.future.is_empty = not kept
+        chunk = self.future.chunk
+        return Batch(chunk.number, kept if self.run.collates else chunk.indices, data)
+
+    def _failure(self, position: int, error: Exception, attempts: int) -> Failure:
+        return Failure(self._indices[position], self.future.chunk.number, error, attempts)
+
+    @property
+    def _indices(self) -> list[Any]:
+        indices = self.future.chunk.indices
+        return list(indices) if self.run.collates else [indices]
+
+    @property
+    def _whole(self) -> str:
+        chunk = self.future.chunk
+        return f"Chunk {chunk.number} (indices {brief(chunk.indices)}) is not loaded"
+
+    def _describe(self, step: int) -> str:
+        if step >= 0:
+            return f"dataset[{brief(self._indices[step])}]"
+        return {
+            START: "starting",
+            SETTING_UP: "unpickling the dataset, or worker_init_fn,",
+            LISTING: "dataset.__getitems__",
+            COLLATING: "collate_fn",
+            PACKING: "packing the batch",
+        }[step]

@@ -9,8 +9,6 @@ torch checks the arguments and builds the samplers; what is replaced is the iter
 Without workers, or where this process may not have children, `InProcess` loads in this process instead.
 """
 
-import functools
-import multiprocessing
 import threading
 import warnings
 import weakref
@@ -23,14 +21,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fifobatch import server, summary
+from fifobatch.attempt import Policy
 from fifobatch.completion import BatchFuture, Completions
 from fifobatch.epoch import InProcess, LoaderIterator, pinning
 from fifobatch.errors import PlanError
-from fifobatch.executor import BatchExecutor
-from fifobatch.plan import Batch, BatchPlan, refuse_iterable
+from fifobatch.executor import BatchExecutor, may_have_children, shared_executor
+from fifobatch.measures import Span, Statistics
+from fifobatch.plan import Batch, BatchPlan, Failure, refuse_iterable
 from fifobatch.pool import cpu_count
 from fifobatch.progress import Progress, check_options
-from fifobatch.trace import Span, Statistics, Trace
+from fifobatch.trace import Trace
 from fifobatch.window import Window, check_count
 
 __all__ = ["FifoLoader"]
@@ -51,7 +51,9 @@ class FifoLoader(DataLoader[T_co]):
 
     Args:
         num_workers: None, the default, is the number of cores that this process may use. 0 loads in this process.
-        timeout: Seconds to wait for the next batch before `ChunkTimeoutError`; 0 waits for ever.
+        timeout: Seconds that a chunk may run in its worker, from its first sample to the packed batch: neither starting
+            nor queueing nor the consumer count. Then that worker is killed, and `ChunkTimeoutError` shows where it
+            hung. 0 is for ever.
         multiprocessing_context: Refused: workers come from fifobatch's own fork server.
         in_order: True yields in plan order, as ``max_skew=0``. False is the default.
         max_skew: How many places a batch may overtake an earlier one; None for no limit.
@@ -60,6 +62,11 @@ class FifoLoader(DataLoader[T_co]):
         max_bytes: Bytes of batches that may be under way at once, such as ``512 * 2**20`` or ``"512MiB"``: nothing
             more is submitted while it might pass that, going by the largest batch seen. One batch is always allowed,
             and only one until the first has come. None for no limit but ``window``.
+        retries: How often a chunk that fails is tried again, with the same seed, before that is an error.
+        retry_on: The exceptions after which it is tried again: a class or a tuple of classes, `ChunkTimeoutError` too.
+        on_error: ``"raise"`` raises a chunk's error from ``next()``; the other batches still come. ``"skip"`` leaves
+            samples that fail (or kill or stop their worker) out of their batch, notes them in `failures`, and warns of
+            them at the end of the epoch.
         progress: Show a tqdm bar; a dict gives tqdm's arguments.
         executor: A `BatchExecutor` to share with other loaders, or any `concurrent.futures.Executor`, instead of
             workers of this loader's own. It is not shut down here.
@@ -92,6 +99,9 @@ class FifoLoader(DataLoader[T_co]):
         max_skew: int | None = None,
         window: int | None = None,
         max_bytes: int | str | None = None,
+        retries: int = 0,
+        retry_on: type[BaseException] | tuple[type[BaseException], ...] = Exception,
+        on_error: str = "raise",
         progress: bool | Mapping[str, Any] = False,
         executor: BatchExecutor | Executor | None = None,
     ) -> None:
@@ -103,7 +113,7 @@ class FifoLoader(DataLoader[T_co]):
             )
         if in_order and max_skew not in (None, 0):
             raise ValueError(f"in_order=True and max_skew={max_skew} contradict each other; give one of them")
-        shared = None if executor is None else _shared_executor(executor, num_workers, worker_init_fn)
+        shared = None if executor is None else shared_executor(executor, num_workers, worker_init_fn)
         if num_workers is None:
             num_workers = cpu_count() if shared is None else shared.max_workers
         num_workers = check_count("num_workers", num_workers, 0)
@@ -112,9 +122,17 @@ class FifoLoader(DataLoader[T_co]):
                 raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a function or leave it out")
         check_options(progress)
         if not timeout <= threading.TIMEOUT_MAX:
-            raise ValueError(f"timeout={timeout!r}: give seconds, or 0 to wait for ever")
+            raise ValueError(f"timeout={timeout!r}: give seconds, or 0 for ever")
         if timeout > 0 and num_workers == 0:
             raise ValueError(f"timeout={timeout} needs worker processes: loading in this process cannot time out")
+        if timeout > 0 and shared is not None and not shared.has_own_workers:
+            raise ValueError(
+                f"timeout={timeout} needs workers of fifobatch's own: those of {executor!r} cannot be killed"
+            )
+        Policy.of(retries, retry_on, on_error, timeout)
+        self.retries = retries
+        self.retry_on = retry_on
+        self.on_error = on_error
         self.max_skew = max_skew
         self.window = window
         self.max_bytes = max_bytes
@@ -177,6 +195,23 @@ class FifoLoader(DataLoader[T_co]):
         """
         return self._iterate(_whole)
 
+    @property
+    def failures(self) -> list[Failure]:
+        """The samples left out of the epoch that was started last, as ``on_error="skip"`` asks.
+
+        Example:
+            >>> import warnings
+            >>> from fifobatch import FifoLoader
+            >>> inverses = {0: 1.0, 2: 0.5}
+            >>> loader = FifoLoader(inverses, sampler=range(3), batch_size=3, num_workers=1, on_error="skip")
+            >>> with warnings.catch_warnings(action="ignore"):
+            ...     print(*loader)
+            tensor([1.0000, 0.5000], dtype=torch.float64)
+            >>> [(failure.index, failure.chunk, type(failure.error)) for failure in loader.failures]
+            [(1, 0, <class 'KeyError'>)]
+        """
+        return list(self._trace.failures)
+
     def statistics(self) -> Statistics:
         """Return where the time went, of the epoch that was started last; see `Statistics`.
 
@@ -216,8 +251,8 @@ class FifoLoader(DataLoader[T_co]):
     def _load(
         self, plan: BatchPlan, select: Callable[[Batch[Any]], Any]
     ) -> "tuple[Completions | InProcess, BatchExecutor | None]":
-        if self.num_workers == 0 or (self._shared is None and not _may_have_children()):
-            return InProcess(plan, _pinned(select) if self._pins() else select), None
+        if self.num_workers == 0 or (self._shared is None and not may_have_children()):
+            return InProcess(plan, _pinned(select) if self._pins() else select, self._policy), None
         executor = self._executor()
         batches = executor.iterate(
             plan,
@@ -225,7 +260,7 @@ class FifoLoader(DataLoader[T_co]):
             select,
             num_workers=self.num_workers,
             worker_init_fn=self.worker_init_fn,
-            timeout=self.timeout or None,
+            policy=self._policy,
             prepare=pinning() if self._pins() else None,
             owner=self,
         )
@@ -234,6 +269,10 @@ class FifoLoader(DataLoader[T_co]):
             self._end_lease = finalizer = weakref.finalize(self, server.servers.lease())
             finalizer.atexit = False
         return batches, executor
+
+    @property
+    def _policy(self) -> Policy:
+        return Policy.of(self.retries, self.retry_on, self.on_error, self.timeout)
 
     def _executor(self) -> BatchExecutor:
         if self._shared is not None:
@@ -345,26 +384,3 @@ def _whole(batch: Batch[Any]) -> Batch[Any]:
 def _pinned(select: Callable[[Batch[Any]], Any]) -> Callable[[Batch[Any]], Any]:
     pin = pinning()
     return lambda batch: select(pin(batch))
-
-
-@functools.cache
-def _warn_daemonic() -> None:
-    warnings.warn("a daemonic process may not have child processes: fifobatch loads in this process", stacklevel=5)
-
-
-def _may_have_children() -> bool:
-    daemonic = multiprocessing.current_process().daemon
-    if daemonic:
-        _warn_daemonic()
-    return not daemonic
-
-
-def _shared_executor(
-    executor: BatchExecutor | Executor, num_workers: int | None, worker_init_fn: Callable[[int], None] | None
-) -> BatchExecutor:
-    if num_workers == 0:
-        raise ValueError(f"num_workers=0 loads in this process, and executor={executor!r} elsewhere; give one of them")
-    shared = executor if isinstance(executor, BatchExecutor) else BatchExecutor(executor=executor)
-    if worker_init_fn is not None and not shared.has_own_workers:
-        raise ValueError(f"worker_init_fn={worker_init_fn!r} cannot run in the workers of executor={executor!r}")
-    return shared

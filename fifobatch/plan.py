@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from fifobatch.errors import PlanError
 
-__all__ = ["Batch", "BatchPlan", "Chunk"]
+__all__ = ["Batch", "BatchPlan", "Chunk", "Failure"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -48,6 +48,23 @@ class Batch(Generic[T_co]):
     number: int
     indices: Any
     data: T_co
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A sample that was left out, as ``on_error="skip"`` asks.
+
+    Attributes:
+        index: The sample's index.
+        chunk: The number of the chunk that it belonged to.
+        error: What went wrong; its notes say where.
+        attempts: How often its chunk was tried.
+    """
+
+    index: Any
+    chunk: int
+    error: Exception
+    attempts: int
 
 
 def chunk_seed(seed: int, epoch: int, number: int) -> int:

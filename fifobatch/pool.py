@@ -1,188 +1,33 @@
-"""Worker processes: a loky pool whose processes come from the fork server. The only module that imports loky's pool.
+"""Worker processes. With `processes`, the only modules that import loky's pool.
 
 Runs in the parent: `WorkerPool.submit` in the thread that iterates, done callbacks in loky's manager thread.
 
-loky is used for what it does well: queues, sentinels, and telling every future when a worker dies. Four things are
-done differently here, by overriding or reading what loky keeps private (so its version is bounded in ``setup.cfg``):
+loky is used for what it does well: queues, sentinels, and telling every future when a worker dies; `processes` says how
+its pool differs from loky's own. Two things more are done differently:
 
-- calls are written to the pipe by loky's manager thread, without one more thread, and calls and results are pickled by
-  pickle (`_CallQueue`, `_ResultQueue`);
-- processes start when there is work for one more, instead of all at the first task: two chunks start two workers, even
-  if eight are allowed and nobody knows how many chunks will come;
 - `WorkerPool.kill` kills the processes that it knows; loky's own way needs psutil, or runs ``pgrep``;
 - at interpreter exit, pools are killed *before* loky waits for their running tasks.
 """
 
-import fcntl
 import os
-import pickle
-import queue
-import select
 import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
-from multiprocessing import process, reduction
-from multiprocessing.context import BaseContext
-from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from functools import partial
+from multiprocessing import reduction
+from typing import Any, NamedTuple, TypeVar
 
-import loky.backend.queues
 import loky.process_executor
-from loky.backend.context import LokyContext
 
 from fifobatch.packages import installed_modules
-from fifobatch.server import ServedPopen, after_fork_in_child
+from fifobatch.processes import Context, LokyPool
+from fifobatch.server import after_fork_in_child
 
-__all__ = ["WorkerPool", "WorkerProcess", "at_exit", "cpu_count", "loky_pool"]
+__all__ = ["Death", "WorkerPool", "at_exit", "cpu_count", "loky_pool"]
 
 Result = TypeVar("Result")
-
-# Tasks on their way to the workers beyond two a worker; loky's own is 1. They cannot be cancelled, but an abandoned one
-# sees that on the board and answers at once. With 16 and more, tiny batches cost a sixth less processor time here.
-QUEUED_CALLS = 16
-
-
-class WorkerProcess(BaseProcess):
-    """One worker.
-
-    Attributes:
-        number: Its id: below the number of workers, and unique among those alive.
-        modules: The installed modules that its fork server should have.
-    """
-
-    _start_method = None  # leaves the worker's default as it is
-    _popen: ServedPopen | None
-
-    def __init__(self, number: int, modules: frozenset[str], **kwargs: Any) -> None:
-        kwargs.pop("env", None)  # loky's: here the environment comes with the plan
-        super().__init__(name=f"fifobatch-worker-{number}", **kwargs)
-        self.number = number
-        self.modules = modules
-
-    def start(self) -> None:
-        """Start it, unknown to multiprocessing.
-
-        At a process's end multiprocessing joins its children before anything of ours runs; in its own child processes,
-        even before an error is printed: one that holds an iterator would never be seen.
-        """
-        super().start()
-        process._children.discard(self)  # type: ignore[attr-defined]
-
-    @staticmethod
-    def _Popen(process_obj: "WorkerProcess") -> ServedPopen:
-        return ServedPopen(process_obj)
-
-
-class _Context(LokyContext):  # type: ignore[misc]  # loky has no types
-    """Where loky gets its processes and locks from.
-
-    Its locks are the standard library's, whose resource tracker runs anyway. loky's own tracker would be one process
-    more, and a file named ``loky.py`` in the working directory would kill it.
-    """
-
-    Lock = BaseContext.Lock
-    RLock = BaseContext.RLock
-    Semaphore = BaseContext.Semaphore
-    BoundedSemaphore = BaseContext.BoundedSemaphore
-    Condition = BaseContext.Condition
-    Event = BaseContext.Event
-
-    def __init__(self) -> None:
-        self.modules: frozenset[str] = frozenset()
-        self.workers: dict[int, WorkerProcess] = {}
-
-    def Process(self, **kwargs: Any) -> WorkerProcess:
-        number = 0
-        while number in self.workers and self.workers[number].exitcode is None:
-            number += 1
-        self.workers[number] = WorkerProcess(number, self.modules, **kwargs)
-        return self.workers[number]
-
-
-class _CallQueue(loky.process_executor._SafeQueue):  # type: ignore[misc]
-    """loky's queue of calls, without the thread that pickles them and writes them to the pipe.
-
-    Ours are short, and the pipe has room for as many as the queue may hold. So the manager thread writes them itself,
-    which saves each batch a change of threads and loky's pickler, together a tenth of a millisecond.
-    """
-
-    def __init__(self, max_size: int, **kwargs: Any) -> None:
-        super().__init__(max_size=max_size, **kwargs)
-        try:
-            room = fcntl.fcntl(self._writer.fileno(), fcntl.F_SETPIPE_SZ, max_size * select.PIPE_BUF)
-        except OSError:  # more than this user may have
-            room = 0
-        self._direct = room >= max_size * select.PIPE_BUF
-
-    def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Write ``obj`` to the pipe.
-
-        Raises:
-            queue.Full: There are enough.
-        """
-        if not self._direct:
-            super().put(obj, block, timeout)
-            return
-        if not self._sem.acquire(block, timeout):
-            raise queue.Full
-        data = pickle.dumps(obj, 5)
-        with self._wlock:
-            self._writer.send_bytes(data)
-
-    def close(self) -> None:
-        """Put no more."""
-        super().close()
-        if self._direct:  # else its thread does
-            self._writer.close()
-
-
-class _ResultQueue(loky.backend.queues.SimpleQueue):  # type: ignore[misc]
-    """loky's queue of results, without its pickler, which takes long to find nothing to do: ours are tuples."""
-
-    def put(self, obj: Any) -> None:
-        """Write ``obj`` to the pipe."""
-        try:
-            data = pickle.dumps(obj, 5)
-        except Exception:  # not of ours: what loky's worker has to say itself
-            super().put(obj)
-            return
-        with self._wlock:
-            self._writer.send_bytes(data)
-
-
-class _LokyPool(loky.process_executor.ProcessPoolExecutor):  # type: ignore[misc]
-    """loky's pool, starting its processes one by one as they are needed."""
-
-    def __init__(self, max_workers: int, **kwargs: Any) -> None:
-        super().__init__(max_workers, **kwargs)
-        self._size = max_workers
-        self._max_workers = 0  # how many loky is to have now
-
-    def _setup_queues(self, job_reducers: Any, result_reducers: Any, queue_size: int | None = None) -> None:
-        size = 2 * self._max_workers + QUEUED_CALLS
-        self._result_queue = _ResultQueue(reducers=result_reducers, ctx=self._context)
-        self._call_queue = _CallQueue(
-            size,
-            pending_work_items=self._pending_work_items,
-            running_work_items=self._running_work_items,
-            thread_wakeup=self._executor_manager_thread_wakeup,
-            shutdown_lock=self._shutdown_lock,
-            executor_flags=self._flags,
-            reducers=job_reducers,
-            ctx=self._context,
-        )
-        self._call_queue._ignore_epipe = True  # as loky has it
-
-    def _ensure_executor_running(self) -> None:
-        before = len(self._processes)
-        self._max_workers = max(self._max_workers, min(self._size, len(self._pending_work_items)))
-        super()._ensure_executor_running()
-        if len(self._processes) > before:
-            # 1. submit() woke the manager thread up; 2. it may have gone to sleep again, watching only the processes of
-            # then; 3. were a new one to die now, nobody would notice. So wake it up again (submit holds the lock).
-            self._executor_manager_thread_wakeup.wakeup()
 
 
 class _Inherited:
@@ -200,6 +45,20 @@ def _detach(wrapper: Any) -> int:
     return fd
 
 
+class Death(NamedTuple):
+    """A worker that has ended.
+
+    Attributes:
+        number: The worker's.
+        pid: Its process id.
+        how: What is known of its end, in words.
+    """
+
+    number: int
+    pid: int
+    how: str
+
+
 class WorkerPool:
     """Up to ``max_workers`` processes that run functions.
 
@@ -207,25 +66,51 @@ class WorkerPool:
         max_workers: The most processes that it has at once.
         initializer: Called in each worker before its first task, with the worker's copies of the descriptors.
         fds: Descriptors that each worker inherits.
+        on_broken: Called when a worker has died, in loky's manager thread (or when the pool is killed).
+        first_number: The number of its first worker.
+
+    Attributes:
+        deaths: Which workers have died, filled before ``on_broken`` is called; those that were killed here or by loky
+            afterwards are not among them.
+        killed: With which error it was killed, if it was.
     """
 
-    def __init__(self, max_workers: int, initializer: Callable[..., None], fds: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        max_workers: int,
+        initializer: Callable[..., None],
+        fds: tuple[int, ...],
+        on_broken: Callable[[], object],
+        first_number: int = 0,
+    ) -> None:
+        self._arguments = max_workers, initializer, fds, on_broken, first_number
         self._max_workers = max_workers
         self._initializer = initializer
         self._fds = fds
-        self._context = _Context()
-        self._loky: _LokyPool | None = None  # made at the first task: its locks start a resource tracker
+        self._on_broken = on_broken
+        self._context = Context(first_number)
+        self._loky: LokyPool | None = None  # made at the first task: its locks start a resource tracker
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self.killed: Exception | None = None  # with which error, if it was
+        self.deaths: list[Death] = []
+        self.killed: Exception | None = None
         self._manager: threading.Thread | None = None
         _pools.add(self)
 
-    def _start(self) -> _LokyPool:
+    def renewed(self) -> "WorkerPool":
+        """Return a new pool like this one; it starts with its first task."""
+        pool = WorkerPool(*self._arguments)
+        pool._context.modules = self._context.modules
+        return pool
+
+    def _start(self) -> LokyPool:
         with self._lock:
+            if self.killed is not None:
+                raise self.killed
             if self._loky is None:
-                self._loky = _LokyPool(
+                self._loky = LokyPool(
                     self._max_workers,
+                    partial(_note_deaths, self._context, self.deaths, self._on_broken),
                     context=self._context,
                     timeout=None,  # idle workers stay: their copy of the dataset is worth more than their memory
                     initializer=self._initializer,
@@ -242,6 +127,7 @@ class WorkerPool:
 
         Raises:
             BrokenExecutor: A worker has died.
+            Exception: What it was killed with.
             FifobatchError: The fork server cannot be started.
             RuntimeError: The pool was shut down, or the interpreter is exiting.
         """
@@ -252,19 +138,19 @@ class WorkerPool:
         return future
 
     @property
+    def started(self) -> bool:
+        """Whether it has had a task."""
+        return self._loky is not None
+
+    @property
+    def numbers(self) -> dict[int, int]:
+        """The pids of its workers, by their numbers, those that have ended included."""
+        return {number: worker.pid or 0 for number, worker in list(self._context.workers.items())}
+
+    @property
     def usable(self) -> bool:
         """Whether no worker has died and nobody has killed them."""
         return self.killed is None and (self._loky is None or self._loky._flags.broken is None)
-
-    def dead_workers(self) -> list[str]:
-        """Say which workers ended, and how.
-
-        To be read at once when the first future breaks: a little later loky kills the others.
-        """
-        workers = list(self._context.workers.values())
-        return [
-            _describe(worker.pid, worker.exitcode) for worker in workers if worker.pid and worker.exitcode is not None
-        ]
 
     def shutdown(self) -> None:
         """Let the workers end when their tasks are done. It does not wait for that."""
@@ -303,9 +189,25 @@ class WorkerPool:
                 pool._executor_manager_thread_wakeup.wakeup()
 
 
+def _note_deaths(context: Context, deaths: list[Death], on_broken: Callable[[], object]) -> None:
+    """Say which workers have ended, and how. A little later loky kills the others, and nobody could tell."""
+    for number, worker in list(context.workers.items()):
+        if worker.pid and worker.exitcode is not None and not (worker.exitcode == 255 and _lives(worker.pid)):
+            deaths.append(Death(number, worker.pid, _describe(worker.pid, worker.exitcode)))
+    on_broken()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def _describe(pid: int, exit_code: int) -> str:
-    if exit_code == 255:  # its fork server is gone, so nobody could tell
-        return f"pid {pid}"
+    if exit_code == 255:  # or its fork server is gone, and nobody could tell
+        return f"pid {pid} ended"
     if exit_code >= 0:
         return f"pid {pid} ended with exit code {exit_code}"
     try:

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fifobatch.arena import ALIGNMENT, Arena, Room
+from fifobatch.attempt import brief
 from fifobatch.errors import PlanError
 from fifobatch.fetch import Payload
 from fifobatch.pickling import Pickled, dumps, find_culprit, sent_classes
+from fifobatch.plan import Chunk
 from fifobatch.transport import TASK_BYTES, Parcel, holds, pack
 from fifobatch.worker import Context, plans_here
 
-__all__ = ["Shipment", "Shipments", "cannot_send", "pickle_indices"]
+__all__ = ["Shipment", "Shipments", "cannot_send", "pickle_task"]
 
 _tokens = itertools.count(1)
 
@@ -95,11 +97,21 @@ class Shipments:
         return shipment
 
 
-def pickle_indices(indices: Any) -> Pickled:
-    """Pickle a chunk's indices, whatever they are."""
+def pickle_task(chunk: Chunk, left_out: tuple[int, ...]) -> Pickled:
+    """Pickle a chunk's indices, whatever they are, and the positions of those that are not to be loaded.
+
+    Raises:
+        Exception: What pickling the indices raises.
+    """
+    indices = chunk.indices
     if type(indices) is list and all(type(index) is int for index in indices):
-        return Pickled(pickle.dumps(indices, 5), [])  # cloudpickle takes ten times longer to find nothing to do
-    return dumps(indices)
+        # cloudpickle takes ten times longer to find nothing to do
+        return Pickled(pickle.dumps((indices, left_out), 5), [])
+    try:
+        return dumps((indices, left_out))
+    except Exception as error:  # whatever the user's own pickling raises
+        error.add_note(f"In fifobatch, pickling the indices of chunk {chunk.number}: {brief(indices)}.")
+        raise
 
 
 def cannot_send(payload: Any, error: Exception) -> PlanError:

@@ -5,13 +5,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader, SequentialSampler, default_collate, default_convert
 
-from fifobatch.fetch import brief
-from fifobatch.trace import Statistics
+from fifobatch.attempt import brief
+from fifobatch.measures import Statistics
 
 __all__ = ["describe_dataset", "html_table", "line"]
 
 # Shown where they are not the default.
-FLAGS = ("pin_memory", "drop_last", "timeout", "persistent_workers", "in_order", "progress")
+FLAGS = ("pin_memory", "drop_last", "timeout", "persistent_workers", "in_order", "retries", "progress")
 OPTIONS = ("worker_init_fn", "generator", "max_skew", "max_bytes", "executor")
 
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from fifobatch.trace import Span
+from fifobatch.measures import Span
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,6 +10,8 @@ from collections import deque
 from operator import index
 from typing import Any, Generic, TypeVar
 
+from fifobatch.errors import FifobatchError
+
 __all__ = ["Window"]
 
 Item = TypeVar("Item")
@@ -88,7 +90,13 @@ class Window(Generic[Item]):
         return self.submitted - 1
 
     def complete(self, number: int, item: Item, size: int = 0) -> None:
-        """Note that batch ``number`` has arrived, as ``item`` of ``size`` bytes."""
+        """Note that batch ``number`` has arrived, as ``item`` of ``size`` bytes.
+
+        Raises:
+            FifobatchError: It had arrived before, or was never submitted.
+        """
+        if not self._low <= number < self.submitted or number in self._above or number in self._bytes:
+            raise FifobatchError(f"internal error, please report it: batch {number} came twice, or unasked ({self!r})")
         self._bytes[number] = size
         self._largest = max(size, self._largest or 0)
         if self._may_go(number):
@@ -114,6 +122,21 @@ class Window(Generic[Item]):
         while self._held and self._may_go(self._held[0][0]):
             self._ready.append(heapq.heappop(self._held))
         return number, item
+
+    def check(self) -> None:
+        """Check the ledger at the end: every batch submitted was delivered, once.
+
+        Raises:
+            FifobatchError: It was not.
+        """
+        if self._low != self.submitted or self._above or self._bytes:
+            raise FifobatchError(f"internal error, please report it: not every batch was delivered ({self!r})")
+
+    def __repr__(self) -> str:
+        return (
+            f"<Window: {self.submitted} submitted, {self.delivered} delivered: all below {self._low}, and "
+            f"{sorted(self._above)}; {sorted(self._bytes)} have come>"
+        )
 
     def _may_go(self, number: int) -> bool:
         # When q is delivered, every batch planned at q - max_skew - 1 or before has been delivered. _low only grows,

@@ -8,10 +8,14 @@
         -> fetch(plan, indices)       dataset[i] for each index, then collate_fn: torch's default stacks into the slot
         -> pack(dumps(batch), room)   the rest into the slot; only the parcel goes back through the pipe
 
+At each step the worker's record on the board says where it is, for the parent to read if the worker dies or hangs.
+
 Nothing that the user's code raises leaves `load` as an exception: the pool would break on what it cannot unpickle.
 Errors leave as a packed `Report`.
 """
 
+import contextlib
+import faulthandler
 import importlib
 import os
 import pickle
@@ -21,7 +25,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from multiprocessing import connection, current_process, parent_process
 from typing import Any, NamedTuple
 
@@ -29,8 +33,10 @@ import torch
 import torch.utils.data
 from torch.utils.data._utils import worker as _torch_worker
 
-from fifobatch.arena import Arena, Board, Room
-from fifobatch.fetch import ABANDONED, Located, Payload, brief, fetch, seed_all, size_of
+from fifobatch.arena import Arena, Room
+from fifobatch.attempt import PACKING, SETTING_UP, Again, Attempt, Located, brief
+from fifobatch.board import Board, Record
+from fifobatch.fetch import ABANDONED, NOTHING, Payload, fetch, seed_all, size_of
 from fifobatch.pickling import Pickled, Report, dumps, loads_sent, report
 from fifobatch.serve import leave_to_parent
 from fifobatch.transport import Parcel, pack, read, unpack_private
@@ -77,9 +83,12 @@ class Task(NamedTuple):
         base_seed: The epoch's base seed, for ``get_worker_info().seed``.
         number: The chunk's number.
         seed: The chunk's seed.
-        indices: The chunk's indices, pickled: their parcel.
+        indices: The parcel of the chunk's indices, and of the positions of those that are left out.
         slot: Where the batch goes.
         slot_size: How many bytes of the slot have their pages already.
+        key: Names the chunk on the board.
+        attempt: Which try it is, from 1.
+        singly: Whether to load one sample at a time, to find out which one it is that kills.
     """
 
     payload_token: int
@@ -94,6 +103,9 @@ class Task(NamedTuple):
     indices: Parcel
     slot: int
     slot_size: int
+    key: int
+    attempt: int
+    singly: bool
 
     def to_bytes(self) -> bytes:
         """Pickle it without naming classes: 2 us instead of 14, or 50 with cloudpickle."""
@@ -107,9 +119,10 @@ class Task(NamedTuple):
         return task._replace(payload=parcels[0], context=parcels[1], indices=parcels[2])
 
 
-# What comes back of a task: ("batch", it), ("error", its Report), ("abandoned", None) or, where only the token was
-# sent, ("unknown", None): send the payload too. From pools of ours, batch and report are parcels, as plain tuples. The
-# third part are arguments of `Trace.arrive`: who loaded it, from when to when, and the size of what was packed.
+# What comes back of a task: ("batch", it), ("partial", (what is left of it, what was left out)), ("error", its Report),
+# ("again", None), ("abandoned", None) or, where only the token was sent, ("unknown", None): send the payload too. From
+# pools of ours, these are parcels, as plain tuples. The third part are arguments of `Trace.arrive`: who loaded it, from
+# when to when, and the size of what was packed.
 Mark = tuple[Hashable, float, float, int]
 Answer = tuple[str, Any, Mark]
 
@@ -122,6 +135,8 @@ class _Worker:
         self.pid = os.getpid()
         self.arena = arena
         self.board = Board(arena)
+        self.record = Record(self.board, number)
+        self.stack = self.record.open_stack()
         self.payloads: dict[int, Payload] = {}
         self.context: int | None = None
 
@@ -156,7 +171,7 @@ class _Worker:
 
     def _introduce(self, payload: Payload, task: Task) -> None:
         _torch_worker._worker_info = _torch_worker.WorkerInfo(
-            id=self.number,
+            id=self.number % payload.num_workers,  # one in quarantine stands in for another
             num_workers=payload.num_workers,
             seed=task.base_seed + self.number,
             dataset=payload.dataset,
@@ -176,7 +191,7 @@ def initialize(arena_fd: int) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, leave_to_parent)
     torch.set_num_threads(1)
-    number: int = current_process().number  # type: ignore[attr-defined]  # see pool.WorkerProcess
+    number: int = current_process().number  # type: ignore[attr-defined]  # see processes.WorkerProcess
     _worker = _Worker(number, Arena(arena_fd))
     threading.Thread(target=_leave_with_parent, name="fifobatch-parent-watch", daemon=True).start()
 
@@ -204,33 +219,79 @@ def _end_if_forked(worker: _Worker, error: BaseException | None) -> None:
     os._exit(code)
 
 
+class _Attempt(Attempt):
+    """A try in a worker process of ours: its record on the board says where it is."""
+
+    def __init__(self, worker: _Worker, task: Task, plan: Payload, left_out: tuple[int, ...]) -> None:
+        super().__init__(task.number, plan.policy, task.attempt, left_out, task.singly)
+        self._worker = worker
+        self._run = task.run
+
+    def at(self, step: int) -> bool:
+        self._worker.record.at(step)
+        return self._worker.board[self._run]
+
+    def recovers(self, error: BaseException) -> bool:
+        _end_if_forked(self._worker, error)
+        # Unlike in the parent, an interrupt or an exit is the dataset's own here.
+        return super().recovers(error) or self.policy.skip
+
+
+@contextlib.contextmanager
+def _running(worker: _Worker, timeout: float | None) -> Iterator[None]:
+    """Say that the chunk runs. When it is over its time, this process writes its stack, and its parent kills it."""
+    worker.record.run()
+    if timeout is not None:
+        worker.record.rewind(worker.stack)
+        faulthandler.dump_traceback_later(max(timeout, 1e-6), file=worker.stack)  # less is refused
+    try:
+        yield
+    finally:
+        if timeout is not None:
+            faulthandler.cancel_dump_traceback_later()
+        worker.record.rest()
+
+
 def load(data: bytes) -> Answer:
     """Load the chunk of one pickled `Task`, in a worker process of ours."""
     worker = _worker
     assert worker is not None
     started = time.perf_counter()
     task = Task.from_bytes(data)
+    worker.record.begin(task.key, SETTING_UP)
     where = f"preparing chunk {task.number}"
     worker.arena.expect(task.slot, task.slot_size)
     room = Room(worker.arena, task.slot)
 
-    def answer(kind: str, pickled: Pickled | None) -> Answer:
+    def answer(kind: str, pickled: Pickled | None = None) -> Answer:
         body = None if pickled is None else tuple(pack(pickled, room))
         size = 0 if pickled is None else pickled.nbytes
         return kind, body, (worker.number, started, time.perf_counter(), size)
 
     try:
         if worker.board[task.run]:
-            return answer("abandoned", None)
+            return answer("abandoned")
         plan = worker.plan(task)
-        indices = loads_sent(*read(worker.arena, task.indices))
-        seed_all(task.seed)
-        batch = fetch(plan, indices, task.number, lambda: worker.board[task.run], room)
-        _end_if_forked(worker, None)
-        if batch is ABANDONED:
-            return answer("abandoned", None)
-        where = f"packing the batch of chunk {task.number} (indices {brief(indices)})"
-        return answer("batch", dumps(batch, to_parent=True))
+        indices, left_out = loads_sent(*read(worker.arena, task.indices))
+        attempt = _Attempt(worker, task, plan, left_out)
+        with _running(worker, plan.policy.timeout):
+            seed_all(task.seed)
+            batch = fetch(plan, indices, attempt, room)
+            _end_if_forked(worker, None)
+            if batch is ABANDONED:
+                return answer("abandoned")
+            attempt.at(PACKING)
+            where = f"packing the batch of chunk {task.number} (indices {brief(indices)})"
+            try:
+                if batch is not NOTHING and not attempt.failed:
+                    return answer("batch", dumps(batch, to_parent=True))
+            except BaseException as error:  # whatever pickling the user's objects raises, or no memory
+                attempt.fail(None, error, where)
+                batch = NOTHING
+            left_out = [(positions, _report(located, where)) for positions, located in attempt.failed]
+            return answer("partial", dumps((None if batch is NOTHING else batch, left_out), to_parent=True))
+    except Again:
+        return answer("again")
     except BaseException as error:  # the process boundary: what the user's code raises must not break the pool
         _end_if_forked(worker, error)
         told = _report(error, where)
@@ -245,7 +306,9 @@ plans_here: dict[int, Payload] = {}
 _plans_elsewhere: dict[int, Payload] = {}
 
 
-def load_elsewhere(token: int, payload: bytes | None, alive: tuple[int, ...], chunk: tuple[int, Any, int]) -> Answer:
+def load_elsewhere(
+    token: int, payload: bytes | None, alive: tuple[int, ...], chunk: tuple[int, Any, int], attempt_number: int
+) -> Answer:
     """Load one chunk on an executor that is not ours: threads, Dask, MPI; its own transport carries the batch.
 
     Threads share one random state, so there the chunk's seed is not applied.
@@ -255,6 +318,7 @@ def load_elsewhere(token: int, payload: bytes | None, alive: tuple[int, ...], ch
         payload: The pickled `Payload`, sent again when a worker answered that it does not know the plan.
         alive: Tokens still in use: copies of others are dropped.
         chunk: Number, indices and seed.
+        attempt_number: Which try it is, from 1.
     """
     started = time.perf_counter()
     number, indices, seed = chunk
@@ -276,8 +340,15 @@ def load_elsewhere(token: int, payload: bytes | None, alive: tuple[int, ...], ch
                 _plans_elsewhere[token] = loads_sent(payload)
             plan = _plans_elsewhere[token]
             seed_all(seed)
-        batch = fetch(plan, indices, number)
-        return answer("batch", batch, size_of(batch))
+        attempt = Attempt(number, plan.policy, attempt_number)
+        batch = fetch(plan, indices, attempt)
+        if batch is not NOTHING and not attempt.failed:
+            return answer("batch", batch, size_of(batch))
+        left_out = [(positions, _report(located, where)) for positions, located in attempt.failed]
+        rest = None if batch is NOTHING else batch
+        return answer("partial", (rest, left_out), size_of(rest))
+    except Again:
+        return answer("again", None)
     except BaseException as error:  # the process boundary, as in `load`
         return answer("error", _report(error, where))
 

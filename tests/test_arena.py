@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from fifobatch import arena as module
-from fifobatch.arena import ALIGNMENT, ANNEXES, BOARD_BYTES, MADV_POPULATE_WRITE, SLOT_BYTES, Arena, Board, Place, Room
+from fifobatch.arena import ALIGNMENT, ANNEXES, MADV_POPULATE_WRITE, SLOT_BYTES, Arena, Place, Room
 
 PAGE = mmap.PAGESIZE
 TURN_DOWN = "turn down batch_size, window, or the number of workers"
@@ -805,42 +805,3 @@ def test_one_changed_byte_is_noticed_wherever_it_is(place: int) -> None:
     assert not arena.holds(where, memoryview(block)[1:])
     block[place] = 1
     assert not arena.holds(where, memoryview(block))
-
-
-# -- the board ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_flag_is_set_and_reset_alone() -> None:
-    flags = Board(Arena())
-    assert not any(flags[run] for run in range(BOARD_BYTES))
-    for run in (0, 1, BOARD_BYTES - 1):
-        flags[run] = True
-        assert [other for other in range(BOARD_BYTES) if flags[other]] == [run]
-        flags[run] = False
-        assert flags[run] is False
-
-
-def test_there_is_no_flag_beyond_the_board() -> None:
-    with pytest.raises(IndexError):
-        Board(Arena())[BOARD_BYTES] = True
-
-
-def test_a_worker_sees_the_flag_that_the_parent_sets() -> None:
-    arena = Arena()
-    flags, worker = Board(arena), Board(Arena(os.dup(arena.fd)))
-    assert not worker[3]
-    flags[3] = True
-    assert worker[3] is True
-
-
-def test_the_board_is_not_touched_by_slots_and_outlives_the_arena() -> None:
-    arena = Arena()
-    arena.spare = 0
-    flags = Board(arena)
-    flags[3] = True
-    slot = arena.take()
-    fill(arena, slot, 100_000)
-    arena.give_back(slot)
-    arena.close()
-    del arena
-    assert [run for run in range(BOARD_BYTES) if flags[run]] == [3]

@@ -25,7 +25,6 @@ from fifobatch import (
     Batch,
     BatchExecutor,
     BatchPlan,
-    ChunkTimeoutError,
     ClosedError,
     FifoLoader,
     PlanError,
@@ -171,7 +170,7 @@ def check_order(
     executor: BatchExecutor, manual: ManualExecutor, order: tuple[int, ...], window: int, max_skew: int | None
 ) -> None:
     plan = BatchPlan(torch.arange(8) * 10, batch_size=2)
-    batches = executor.iterate(plan, Window(window, max_skew), whole, timeout=PATIENCE)
+    batches = executor.iterate(plan, Window(window, max_skew), whole)
     model = Model(max_skew)
     waiting = list(order)
     while waiting:
@@ -209,7 +208,7 @@ def test_whatever_the_order_each_chunk_comes_once_within_the_bounds_and_nothing_
     failed: set[int] = set()
     with BatchExecutor(executor=manual) as executor:
         plan = BatchPlan(Raising({index: KeyError(index) for index in failing}, total), batch_size=None)
-        batches = executor.iterate(plan, Window(window, max_skew), whole, timeout=PATIENCE)
+        batches = executor.iterate(plan, Window(window, max_skew), whole)
         while len(delivered) < total:
             low = next(number for number in itertools.count() if number not in delivered)
             may_go = [n for n in completed if n not in delivered and (max_skew is None or n - low <= max_skew)]
@@ -307,30 +306,6 @@ def test_closing_one_iterator_leaves_the_other_alone(executor, manual):
     assert list(second) == []
 
 
-# -- timeout -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_timeout_says_how_many_are_under_way_and_the_iterator_can_be_used_on(executor, manual):
-    plan = BatchPlan(range(3), batch_size=None)
-    batches = executor.iterate(plan, Window(2), attrgetter("data"), timeout=1e-3)
-    for _ in range(2):
-        with pytest.raises(ChunkTimeoutError, match=r"timeout=0\.001 seconds; 2 are under way") as caught:
-            next(batches)
-        assert isinstance(caught.value, TimeoutError)
-    for number in (1, 0, 2):
-        manual.complete(number)
-        assert next(batches) == number
-    assert list(batches) == []
-
-
-def test_a_batch_held_back_by_max_skew_does_not_stop_the_timeout(executor, manual):
-    batches = executor.iterate(BatchPlan(range(3)), Window(3, max_skew=0), attrgetter("data"), timeout=1e-3)
-    manual.complete(2)
-    with pytest.raises(ChunkTimeoutError):
-        next(batches)
-    batches.close()
-
-
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -419,7 +394,6 @@ def test_what_would_end_a_loop_or_a_script_without_a_word_is_a_sample_error(exec
         queue.Empty,
         RuntimeError,
         ClosedError,
-        ChunkTimeoutError,
         WorkerDiedError,
     ],
 )
@@ -507,7 +481,7 @@ def broken_sampler(good: int, make_error: Callable[[], BaseException]) -> Iterat
 @pytest.mark.parametrize("max_skew", [None, 0])
 def test_a_samplers_error_comes_after_everything_that_was_submitted_then_the_end(executor, manual, window, max_skew):
     plan = BatchPlan(range(9), batch_size=None, sampler=broken_sampler(3, lambda: LookupError("lost the file list")))
-    batches = executor.iterate(plan, Window(window, max_skew), attrgetter("data"), timeout=PATIENCE)
+    batches = executor.iterate(plan, Window(window, max_skew), attrgetter("data"))
     loaded = []
     for _ in range(3):
         manual.complete(manual.pending[0])
@@ -601,7 +575,7 @@ def test_what_was_running_when_the_iterator_closed_is_discarded_when_it_complete
 def test_close_from_another_thread_wakes_a_waiting_next():
     busy = Busy()  # nothing completes, not even by being cancelled
     executor = BatchExecutor(executor=busy)
-    batches = executor.iterate(BatchPlan(range(3)), Window(2), whole, timeout=PATIENCE)
+    batches = executor.iterate(BatchPlan(range(3)), Window(2), whole)
     waiting = threading.Event()
 
     class Telling:
@@ -609,9 +583,9 @@ def test_close_from_another_thread_wakes_a_waiting_next():
             self.put = completed.put
             self._get = completed.get
 
-        def get(self, timeout: float | None) -> Any:
+        def get(self) -> Any:
             waiting.set()
-            return self._get(timeout=timeout)
+            return self._get()
 
     batches._completed = Telling(batches._completed)  # type: ignore[assignment]
     with ThreadPoolExecutor(2) as threads:
@@ -698,7 +672,7 @@ def test_shutting_the_executor_down_does_not_shut_down_what_was_passed_in(execut
 
 
 def test_an_iterator_in_a_forked_child_is_closed(executor, monkeypatch):
-    batches = executor.iterate(BatchPlan(range(3)), Window(2), whole, timeout=PATIENCE)
+    batches = executor.iterate(BatchPlan(range(3)), Window(2), whole)
     with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: -1)
         with pytest.raises(ClosedError, match="parent process"):
@@ -838,7 +812,7 @@ def test_an_iterator_shared_by_several_threads_gives_each_batch_to_one_of_them(m
     total = 300
     with ThreadPoolExecutor(3) as pool, BatchExecutor(executor=pool) as executor, ThreadPoolExecutor(4) as consumers:
         plan = BatchPlan(Raising({50: KeyError("one of them")}, total), batch_size=None)
-        batches = executor.iterate(plan, Window(7, max_skew), attrgetter("data"), timeout=PATIENCE)
+        batches = executor.iterate(plan, Window(7, max_skew), attrgetter("data"))
 
         def consume() -> list[Any]:
             taken: list[Any] = []
@@ -876,7 +850,7 @@ def test_threads_load_what_torch_loads():
         assert executor.max_workers == 4
         assert not executor.has_own_workers
         plan = BatchPlan(dataset, batch_size=3)
-        batches = executor.iterate(plan, Window(4, max_skew=0), attrgetter("data"), timeout=PATIENCE)
+        batches = executor.iterate(plan, Window(4, max_skew=0), attrgetter("data"))
         for ours, theirs in zip(batches, DataLoader(dataset, batch_size=3), strict=True):
             assert torch.equal(ours["x"], theirs["x"])
             assert ours["name"] == theirs["name"]
@@ -957,7 +931,7 @@ def test_a_dataset_that_cannot_be_sent_is_a_plan_error_that_names_the_part(far_a
     dataset = Raising({})
     dataset.lock = threading.Lock()
     with BatchExecutor(executor=far_away) as executor:
-        batches = executor.iterate(BatchPlan(dataset), Window(1), whole, timeout=PATIENCE)
+        batches = executor.iterate(BatchPlan(dataset), Window(1), whole)
         for _ in range(4):
             far_away.complete(far_away.submitted.get(timeout=PATIENCE))
             with pytest.raises(PlanError, match=r"cannot send Raising .* dataset\.lock is a _thread\.lock"):
@@ -978,7 +952,7 @@ def test_the_standard_librarys_processes_will_do():
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool, BatchExecutor(executor=pool) as executor:
         plan = BatchPlan(Squares(), batch_size=None)
-        batches = executor.iterate(plan, Window(2, max_skew=0), attrgetter("data"), timeout=PATIENCE)
+        batches = executor.iterate(plan, Window(2, max_skew=0), attrgetter("data"))
         loaded = [next(batches) for _ in range(4)]
         with pytest.raises(LookupError, match="no fours") as caught:
             next(batches)

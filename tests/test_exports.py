@@ -52,6 +52,7 @@ def test_the_surface_is_this():
         "Chunk",
         "ChunkTimeoutError",
         "ClosedError",
+        "Failure",
         "FifoLoader",
         "FifobatchError",
         "PlanError",

@@ -191,7 +191,10 @@ def test_a_failing_sample_is_named(tasks, capsys):
     assert main(["run", f"{tasks}:Bad", "--batch-size", "4", "--num-workers", "1"]) == 1
     first, second = capsys.readouterr().err.splitlines()
     assert first == "python -m fifobatch: error: ValueError: no sample ... had"
-    assert re.fullmatch(r"In fifobatch worker \d+, loading dataset\[5\], chunk 1 \(indices \[4, 5, 6, 7\]\)\.", second)
+    assert re.fullmatch(
+        r"In fifobatch worker \d+, loading dataset\[5\], chunk 1 \(indices \[4, 5, 6, 7\]\); attempt 1, after .* s\.",
+        second,
+    )
 
 
 def test_an_error_from_torchs_worker_is_cut_to_a_line():

@@ -163,7 +163,7 @@ def test_close_gives_the_memory_back_though_somebody_looks_at_the_arena() -> Non
     with BatchExecutor(2) as executor:
         assert len(list(executor.as_completed(BatchPlan(Calls(20, image), batch_size=2)))) == 10
         arena = arena_of(executor)
-    assert used(arena) <= mmap.PAGESIZE  # the board
+    assert used(arena) <= 2 * mmap.PAGESIZE  # the board
 
 
 def test_what_was_shipped_goes_back_when_nobody_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_what_was_shipped_goes_back_when_nobody_needs_it(monkeypatch: pytest.Mon
             assert sum(float(x.sum()) for [x] in executor.as_completed(plan)) == 7007 * epoch
             del plan
     gc.collect()
-    assert used(arena) <= mmap.PAGESIZE  # the board
+    assert used(arena) <= 2 * mmap.PAGESIZE  # the board
 
 
 def stacked_arrays(samples: list[Any]) -> dict[str, Any]:
@@ -467,7 +467,7 @@ def test_no_slot_is_lost_when_iterators_are_abandoned() -> None:
         finally:
             gc.enable()
     gc.collect()
-    assert used(arena) <= mmap.PAGESIZE
+    assert used(arena) <= 2 * mmap.PAGESIZE
 
 
 def test_no_slot_is_lost_where_indices_find_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

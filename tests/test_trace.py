@@ -14,8 +14,9 @@ import torch
 from probes import Gate
 
 from fifobatch import BatchExecutor, BatchPlan, ClosedError, FifoLoader, Span, Statistics
+from fifobatch.measures import RING
 from fifobatch.testing import ManualExecutor
-from fifobatch.trace import RING, Record, Trace
+from fifobatch.trace import Record, Trace
 
 Clock = Callable[[float], None]
 

@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 
 from fifobatch import arena as arena_module
 from fifobatch.arena import ALIGNMENT, Arena, Room
+from fifobatch.attempt import NO_POLICY, Attempt
 from fifobatch.fetch import Payload, _stack, fetch
 from fifobatch.pickling import IN_BAND_BYTES, Pickled, dumps, loads
 from fifobatch.transport import PIPE_BYTES, Parcel, holds, pack, places, read, unpack, unpack_private
@@ -227,7 +228,7 @@ class Samples:
 
 
 def collated(room: Room | None) -> Any:
-    return fetch(Payload(Samples(), default_collate, True, None, 1), list(range(6)), 0, room=room)
+    return fetch(Payload(Samples(), default_collate, True, None, 1), list(range(6)), Attempt(0, NO_POLICY), room)
 
 
 def test_a_default_collate_makes_its_tensors_in_the_slot(written: list[int]) -> None:
