@@ -24,7 +24,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from multiprocessing import process, reduction
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
@@ -33,6 +32,7 @@ import loky.process_executor
 from loky.backend.context import LokyContext
 
 from fifobatch.packages import installed_modules
+from fifobatch.semaphore import Semaphore
 from fifobatch.server import ServedPopen, after_fork_in_child
 
 __all__ = ["WorkerPool", "WorkerProcess", "at_exit", "cpu_count", "loky_pool"]
@@ -76,18 +76,10 @@ class WorkerProcess(BaseProcess):
 
 
 class _Context(LokyContext):  # type: ignore[misc]  # loky has no types
-    """Where loky gets its processes and locks from.
+    """Where loky gets its processes and locks from: the locks have no name, so nothing has to keep track of them."""
 
-    Its locks are the standard library's, whose resource tracker runs anyway. loky's own tracker would be one process
-    more, and a file named ``loky.py`` in the working directory would kill it.
-    """
-
-    Lock = BaseContext.Lock
-    RLock = BaseContext.RLock
-    Semaphore = BaseContext.Semaphore
-    BoundedSemaphore = BaseContext.BoundedSemaphore
-    Condition = BaseContext.Condition
-    Event = BaseContext.Event
+    Lock = Semaphore
+    BoundedSemaphore = Semaphore
 
     def __init__(self) -> None:
         self.modules: frozenset[str] = frozenset()
@@ -214,7 +206,7 @@ class WorkerPool:
         self._initializer = initializer
         self._fds = fds
         self._context = _Context()
-        self._loky: _LokyPool | None = None  # made at the first task: its locks start a resource tracker
+        self._loky: _LokyPool | None = None  # made at the first task
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self.killed: Exception | None = None  # with which error, if it was

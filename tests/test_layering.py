@@ -27,6 +27,7 @@ ORDER = [
     "shipping",
     "packages",
     "server",
+    "semaphore",
     "pool",
     "completion",
     "flight",
