@@ -13,6 +13,7 @@ done differently here, by overriding or reading what loky keeps private (so its 
 - at interpreter exit, pools are killed *before* loky waits for their running tasks.
 """
 
+import contextlib
 import fcntl
 import os
 import pickle
@@ -23,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
-from multiprocessing import process, reduction
+from multiprocessing import connection, process, reduction
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
@@ -285,14 +286,33 @@ class WorkerPool:
         pool._processes.clear()
         for worker in list(self._context.workers.values()):
             if worker.pid and worker.exitcode in (None, 255):  # 255: its fork server was killed, so nobody knows
-                try:
-                    os.kill(worker.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
+                _end(worker.pid)
                 worker.join()
         with pool._shutdown_lock:
             if pool._executor_manager_thread_wakeup is not None:
                 pool._executor_manager_thread_wakeup.wakeup()
+
+
+def _end(pid: int) -> None:
+    """Kill a process and wait until it has ended, and with it all writing to shared memory.
+
+    Its sentinel would not tell: that closes with its fork server, too.
+    """
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except (AttributeError, OSError):  # an old kernel, a sandbox, or too many files open
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return
+    try:
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+        connection.wait([fd])
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(fd)
 
 
 def _describe(pid: int, exit_code: int) -> str:
