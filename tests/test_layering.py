@@ -23,6 +23,7 @@ ORDER = [
     "transport",
     "fetch",
     "serve",
+    "filters",
     "worker",
     "shipping",
     "packages",
