@@ -126,7 +126,7 @@ def test_the_filters_of_each_iter_hold_in_the_workers(own_filters: None) -> None
 
 
 WARNING = """
-import sys, warnings
+import os, warnings
 from fifobatch import FifoLoader
 from probes import Calls, load
 
@@ -163,7 +163,7 @@ def test_what_is_shown_once_is_shown_once_by_each_worker(run_script: RunScript) 
         WARNING.format("""
 loader = FifoLoader(Calls(16, noisy), num_workers=2, persistent_workers=True)
 for epoch in range(3):
-    warnings.filterwarnings("default", category=OwnWarning)  # what is in effect anyway
+    os.environ["EPOCH"] = str(epoch)  # what else changes for the workers does not have them forget
     assert len(list(loader)) == 16
 """)
     )
@@ -211,7 +211,8 @@ try:
         pass
 except WorkerDiedError:
     pass
-"""
+""",
+        PYTHONUNBUFFERED="",
     )
     first, second = finished.stdout.split("between\n")
     assert sorted(first.splitlines()) == [f"sample {index}" for index in range(7)]
@@ -232,7 +233,8 @@ sys.path.insert(0, {str(site)!r})
 import talkative
 from probes import Calls, load
 assert len(load(Calls(8, talkative.same), num_workers=4)) == 8
-"""
+""",
+        PYTHONUNBUFFERED="",
     )
     assert finished == (0, "imported\n" * 2, "")  # here, and in the server
 
