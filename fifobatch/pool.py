@@ -9,6 +9,7 @@ its pool differs from loky's own. Two things more are done differently:
 - at interpreter exit, pools are killed *before* loky waits for their running tasks.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -16,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from functools import partial
-from multiprocessing import reduction
+from multiprocessing import connection, reduction
 from typing import Any, NamedTuple, TypeVar
 
 import loky.process_executor
@@ -89,7 +90,7 @@ class WorkerPool:
         self._fds = fds
         self._on_broken = on_broken
         self._context = Context(first_number)
-        self._loky: LokyPool | None = None  # made at the first task: its locks start a resource tracker
+        self._loky: LokyPool | None = None  # made at the first task
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self.deaths: list[Death] = []
@@ -179,10 +180,7 @@ class WorkerPool:
         pool._processes.clear()
         for worker in list(self._context.workers.values()):
             if worker.pid and worker.exitcode in (None, 255):  # 255: its fork server was killed, so nobody knows
-                try:
-                    os.kill(worker.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
+                _end(worker.pid)
                 worker.join()
         with pool._shutdown_lock:
             if pool._executor_manager_thread_wakeup is not None:
@@ -203,6 +201,28 @@ def _lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def _end(pid: int) -> None:
+    """Kill a process and wait until it has ended, and with it all writing to shared memory.
+
+    Its sentinel would not tell: that closes with its fork server, too.
+    """
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except (AttributeError, OSError):  # an old kernel, a sandbox, or too many files open
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return
+    try:
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+        connection.wait([fd])
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(fd)
 
 
 def _describe(pid: int, exit_code: int) -> str:

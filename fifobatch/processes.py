@@ -18,7 +18,6 @@ import queue
 import select
 from collections.abc import Callable
 from multiprocessing import process
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -26,6 +25,7 @@ import loky.backend.queues
 import loky.process_executor
 from loky.backend.context import LokyContext
 
+from fifobatch.semaphore import Semaphore
 from fifobatch.server import ServedPopen
 
 __all__ = ["Context", "LokyPool", "WorkerProcess"]
@@ -67,18 +67,10 @@ class WorkerProcess(BaseProcess):
 
 
 class Context(LokyContext):  # type: ignore[misc]  # loky has no types
-    """Where loky gets its processes and locks from.
+    """Where loky gets its processes and locks from: the locks have no name, so nothing has to keep track of them."""
 
-    Its locks are the standard library's, whose resource tracker runs anyway. loky's own tracker would be one process
-    more, and a file named ``loky.py`` in the working directory would kill it.
-    """
-
-    Lock = BaseContext.Lock
-    RLock = BaseContext.RLock
-    Semaphore = BaseContext.Semaphore
-    BoundedSemaphore = BaseContext.BoundedSemaphore
-    Condition = BaseContext.Condition
-    Event = BaseContext.Event
+    Lock = Semaphore
+    BoundedSemaphore = Semaphore
 
     def __init__(self, first_number: int) -> None:
         self.modules: frozenset[str] = frozenset()

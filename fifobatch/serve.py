@@ -3,6 +3,7 @@
 Only `read_report` runs in the parent, which reads there what `serve` says.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -41,6 +42,9 @@ def serve(listener_fd: int, alive_fd: int, report_fd: int, modules: list[str]) -
                 say("spoiled", harm)
                 break
         say("loaded", list(sys.modules))
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError):
+            stream.flush()  # what a module has printed would be printed again by each child
     # The children share these objects' pages as long as their collector leaves them alone.
     gc.collect()
     gc.freeze()

@@ -33,10 +33,12 @@ import torch
 import torch.utils.data
 from torch.utils.data._utils import worker as _torch_worker
 
+from fifobatch import filters
 from fifobatch.arena import Arena, Room
 from fifobatch.attempt import PACKING, SETTING_UP, Again, Attempt, Located, brief
 from fifobatch.board import Board, Record
 from fifobatch.fetch import ABANDONED, NOTHING, Payload, fetch, seed_all, size_of
+from fifobatch.filters import Filter
 from fifobatch.pickling import Pickled, Report, dumps, loads_sent, report
 from fifobatch.serve import leave_to_parent
 from fifobatch.transport import Parcel, pack, read, unpack_private
@@ -50,6 +52,7 @@ class Context(NamedTuple):
     path: list[str]
     directory: str | None
     environment: dict[str, str]
+    filters: list[Filter]
 
     @classmethod
     def now(cls) -> "Context":
@@ -58,7 +61,7 @@ class Context(NamedTuple):
             directory = os.getcwd()
         except FileNotFoundError:  # it was deleted
             directory = None
-        return cls(list(sys.path), directory, dict(os.environ))
+        return cls(list(sys.path), directory, dict(os.environ), filters.current())
 
     def apply(self) -> None:
         """Make it this process's own."""
@@ -68,6 +71,7 @@ class Context(NamedTuple):
         if self.directory is not None and os.path.isdir(self.directory):
             os.chdir(self.directory)
         importlib.invalidate_caches()
+        filters.install(self.filters)
 
 
 class Task(NamedTuple):
@@ -191,6 +195,9 @@ def initialize(arena_fd: int) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, leave_to_parent)
     torch.set_num_threads(1)
+    reconfigure = getattr(sys.stdout, "reconfigure", None)  # there may be no stdout, or one of somebody else's
+    if reconfigure is not None:
+        reconfigure(line_buffering=True)  # what a dataset prints is there, even if the worker is killed
     number: int = current_process().number  # type: ignore[attr-defined]  # see processes.WorkerProcess
     _worker = _Worker(number, Arena(arena_fd))
     threading.Thread(target=_leave_with_parent, name="fifobatch-parent-watch", daemon=True).start()

@@ -90,6 +90,10 @@ class Script:
             if pid != self._popen.pid:
                 os.kill(pid, signal.SIGINT)
 
+    def terminate(self) -> None:
+        """SIGTERM the script itself."""
+        self._popen.terminate()
+
     def kill(self) -> None:
         """SIGKILL the script itself."""
         self._popen.kill()

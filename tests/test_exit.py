@@ -195,3 +195,37 @@ if "fifobatch.serve" in sys.orig_argv[-1]:
     gate.arrivals(2)
     script.interrupt_all()
     _check(script.finish(), -signal.SIGINT, "KeyboardInterrupt")
+
+
+ENDS = {
+    "os._exit": ("os._exit(3)", 3),
+    "SIGTERM": ("signal.pause()", -signal.SIGTERM),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_no_word_of_leaks_however_it_ends(how: str, start_script: Callable[..., Script], gate: Gate) -> None:
+    end, returncode = ENDS[how]
+    script = start_script(f"""
+import os, signal
+from multiprocessing import resource_tracker
+from fifobatch import FifoLoader
+from probes import Calls, Gate, named_semaphores
+
+tracker = resource_tracker._resource_tracker
+send = tracker._send
+def tell(*what):
+    print("registered:", *what, flush=True)
+    send(*what)
+tracker._send = tell
+iterator = iter(FifoLoader(Calls(64, named_semaphores), num_workers=2, collate_fn=list))
+print(next(iterator), named_semaphores(), flush=True)
+Gate({gate.folder!r}).arrive()
+{end}
+""")
+    gate.arrivals(1)
+    if how == "SIGTERM":
+        script.terminate()
+    finished = script.finish()
+    assert finished == (returncode, "[[]] []\n", "")

@@ -36,11 +36,16 @@ def test_what_is_printed_looks_like_what_is_shown(script):
     assert [line for line in figures.sub("N", shown).splitlines() if line not in lines] == []
 
 
-def test_the_progress_bar_is_all_that_goes_to_stderr(script):
+def test_the_progress_bar_and_the_log_are_all_that_goes_to_stderr(script):
     lines = [line for line in re.split(r"[\r\n]", script.stderr) if line.strip()]
-    assert lines
-    assert all("batch" in line for line in lines), script.stderr
-    assert "8/8" in lines[-1]
+    log = [line for line in lines if line.startswith("INFO")]
+    bar = [line for line in lines if line not in log]
+    assert bar
+    assert all("batch" in line for line in bar), script.stderr
+    assert "8/8" in bar[-1]
+
+    records = [re.fullmatch(r"INFO from numbers, worker [01]: loading (\d)", line) for line in log]
+    assert sorted(record[1] for record in records) == [str(index) for index in range(8)]
 
 
 def test_the_table_of_errors_is_the_one_of_the_code():

@@ -3,15 +3,19 @@
 Tests of this module share one warm server where they can: starting one imports torch.
 """
 
+import contextlib
+import errno
 import gc
 import importlib
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,9 @@ import torch
 from conftest import Finished, Script, await_end, await_supervisors, supervisors
 from probes import TIMEOUT, Calls, Gate, load, load_inside, pass_gate, processes, surroundings
 
-from fifobatch import FifobatchError, FifoLoader, WorkerDiedError, server
+from fifobatch import ClosedError, FifobatchError, FifoLoader, WorkerDiedError, server
+from fifobatch import pool as pool_module
+from fifobatch.pool import WorkerPool
 from fifobatch.server import servers
 
 RunScript = Callable[..., Finished]
@@ -199,6 +205,42 @@ def test_servers_that_are_killed_while_the_iteration_goes_on(gate: Gate) -> None
     assert isinstance(outcome, WorkerDiedError) or len(outcome) == 6  # and never a ChunkTimeoutError: a hang
     await_end(workers)
     assert len(load(Calls(4, processes))) == 4
+
+
+def test_killed_workers_have_ended_though_their_server_is_gone() -> None:
+    pool = WorkerPool(2, dict, ())
+    futures = [pool.submit(signal.pause) for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        ends = []
+        for worker in pool._context.workers.values():
+            ends.append(os.pidfd_open(worker.pid))
+            stack.callback(os.close, ends[-1])
+        assert len(ends) == 2
+        servers.stop()
+        pool.kill(ClosedError("the test's"))
+        assert len(connection.wait(ends, timeout=0)) == 2  # they can write to no slot any more
+    for future in futures:
+        assert isinstance(future.exception(TIMEOUT), Exception)
+    assert pool.join(TIMEOUT)
+
+
+def _refuse(*args: Any) -> Any:
+    raise PermissionError(errno.EPERM, "not in this sandbox")
+
+
+@pytest.mark.parametrize("pidfd", ["is there", "is missing", "is refused"])
+def test_killing_with_and_without_a_pidfd(pidfd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        end = os.pidfd_open(child.pid)
+        if pidfd == "is missing":
+            monkeypatch.delattr(os, "pidfd_open")
+        elif pidfd == "is refused":
+            monkeypatch.setattr(os, "pidfd_open", _refuse)
+        pool_module._end(child.pid)
+        assert connection.wait([end], timeout=0 if pidfd == "is there" else TIMEOUT)
+        assert child.wait() == -signal.SIGKILL
+        pool_module._end(child.pid)  # nobody is there any more
+        os.close(end)
 
 
 def test_sys_path_directory_and_environment_are_those_of_iter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
