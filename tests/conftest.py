@@ -16,6 +16,8 @@ import psutil
 import pytest
 from probes import TIMEOUT, Gate
 
+from fifobatch.server import servers
+
 _MARK = "FIFOBATCH_TEST_SCRIPT"
 _passed = pytest.StashKey[bool]()
 
@@ -171,7 +173,21 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
     gate.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _warm_server() -> Iterator[None]:
+    """Have one fork server for all tests: starting one imports torch. A module that tests the server overrides this."""
+    end = servers.lease()
+    yield
+    end()
+
+
 # -- leaks ------------------------------------------------------------------------------------------------------------
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector look at what tests make, and not at all of torch each time that one calls it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
