@@ -218,7 +218,7 @@ class InMemory:
         if index < 4:
             self.gate.arrive(os.getpid())
             self.gate.wait()
-        return os.getpid(), int(self.tensor.sum())
+        return os.getpid(), int(self.tensor.count_nonzero())
 
 
 def anonymous(pid: int) -> int:
