@@ -16,6 +16,8 @@ import psutil
 import pytest
 from probes import TIMEOUT, Gate
 
+from fifobatch.server import servers
+
 _MARK = "FIFOBATCH_TEST_SCRIPT"
 _passed = pytest.StashKey[bool]()
 
@@ -175,7 +177,21 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
     gate.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _warm_server() -> Iterator[None]:
+    """Have one fork server for all tests: starting one imports torch. A module that tests the server overrides this."""
+    end = servers.lease()
+    yield
+    end()
+
+
 # -- leaks ------------------------------------------------------------------------------------------------------------
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector look at what tests make, and not at all of torch each time that one calls it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -211,8 +227,20 @@ def _arenas(process: int | str = "self") -> int:
     return count
 
 
+def _descendants(process: int | str = "self") -> Iterator[int]:
+    """Yield the pids of its children and theirs, without a look at every process of the machine as psutil takes."""
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        try:
+            pids = children.read_text().split()
+        except (FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+            continue
+        for pid in map(int, pids):
+            yield pid
+            yield from _descendants(pid)
+
+
 def _workers() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True) if _arenas(child.pid)}
+    return {pid for pid in _descendants() if _arenas(pid)}
 
 
 @pytest.fixture(autouse=True)

@@ -30,17 +30,9 @@ from fifobatch import (
     PlanError,
     SampleError,
 )
-from fifobatch.server import servers
 from fifobatch.testing import ManualExecutor
 
 pytestmark = pytest.mark.filterwarnings("ignore:num_workers=.* is more than two a core")  # so that 2 cores are enough
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _warm_server():
-    end = servers.lease()
-    yield
-    end()
 
 
 def numbers(loader):

@@ -39,6 +39,11 @@ OUTSIDE = "FIFOBATCH_TEST_OUTSIDE"
 
 
 @pytest.fixture(scope="module", autouse=True)
+def _warm_server() -> None:
+    """Override the lease that other modules' tests have."""
+
+
+@pytest.fixture(scope="module", autouse=True)
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Have a folder of installed packages, and a server that knows it and stays warm between tests."""
     folder = tmp_path_factory.mktemp("environment") / "site-packages"
