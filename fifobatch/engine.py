@@ -83,18 +83,14 @@ class Engine:
         self._supervise = supervise
         self._supervisor: threading.Thread | None = None
         self._end_lease: Callable[[], None] | None = None
+        modules: set[str] = set()
         if arena is not None:
             self._flags = list(range(1, FLAGS))
             tell = partial(self.inbox.put, BROKEN)
-            self.pool = WorkerPool(max_workers, initialize, (arena.fd,), tell)
-            self.quarantine = WorkerPool(1, initialize, (arena.fd,), tell, max_workers)
-        self._shipments = Shipments(arena, None if self.pool is None else self.expect_modules)
+            self.pool = WorkerPool(max_workers, initialize, (arena.fd,), tell, 0, modules)
+            self.quarantine = WorkerPool(1, initialize, (arena.fd,), tell, max_workers, modules)
+        self._shipments = Shipments(arena, modules)
         _engines.add(self)
-
-    def expect_modules(self, modules: Any) -> None:
-        """Have new workers forked from a server with these modules."""
-        for pool in self.pools:
-            pool.expect_modules(modules)
 
     @property
     def pools(self) -> list[WorkerPool]:

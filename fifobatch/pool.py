@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Set
 from concurrent.futures import Executor, Future
 from functools import partial
 from multiprocessing import connection, reduction
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import loky.process_executor
 
-from fifobatch.packages import installed_modules
 from fifobatch.processes import Context, LokyPool
 from fifobatch.server import after_fork_in_child
 
@@ -69,6 +68,7 @@ class WorkerPool:
         fds: Descriptors that each worker inherits.
         on_broken: Called when a worker has died, in loky's manager thread (or when the pool is killed).
         first_number: The number of its first worker.
+        modules: The installed modules that the fork server of workers still to come should have.
 
     Attributes:
         deaths: Which workers have died, filled before ``on_broken`` is called; those that were killed here or by loky
@@ -83,13 +83,14 @@ class WorkerPool:
         fds: tuple[int, ...],
         on_broken: Callable[[], object],
         first_number: int = 0,
+        modules: Set[str] = frozenset(),
     ) -> None:
-        self._arguments = max_workers, initializer, fds, on_broken, first_number
+        self._arguments = max_workers, initializer, fds, on_broken, first_number, modules
         self._max_workers = max_workers
         self._initializer = initializer
         self._fds = fds
         self._on_broken = on_broken
-        self._context = Context(first_number)
+        self._context = Context(first_number, modules)
         self._loky: LokyPool | None = None  # made at the first task
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -100,9 +101,7 @@ class WorkerPool:
 
     def renewed(self) -> "WorkerPool":
         """Return a new pool like this one; it starts with its first task."""
-        pool = WorkerPool(*self._arguments)
-        pool._context.modules = self._context.modules
-        return pool
+        return WorkerPool(*self._arguments)
 
     def _start(self) -> LokyPool:
         with self._lock:
@@ -118,10 +117,6 @@ class WorkerPool:
                     initargs=tuple(_Inherited(fd) for fd in self._fds),
                 )
             return self._loky
-
-    def expect_modules(self, modules: Iterable[str]) -> None:
-        """Have the workers that are still to come forked from a server with those of ``modules`` that are installed."""
-        self._context.modules |= installed_modules(modules)
 
     def submit(self, fn: Callable[..., Result], *args: Any) -> "Future[Result]":
         """Run ``fn(*args)`` in a worker.

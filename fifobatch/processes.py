@@ -16,7 +16,7 @@ import fcntl
 import pickle
 import queue
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from multiprocessing import process
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -72,17 +72,17 @@ class Context(LokyContext):  # type: ignore[misc]  # loky has no types
     Lock = Semaphore
     BoundedSemaphore = Semaphore
 
-    def __init__(self, first_number: int) -> None:
-        self.modules: frozenset[str] = frozenset()
+    def __init__(self, first_number: int, modules: Set[str]) -> None:
         self.workers: dict[int, WorkerProcess] = {}
         self._first_number = first_number
+        self._modules = modules
 
     def Process(self, **kwargs: Any) -> WorkerProcess:
         """Return a worker with the lowest free number, yet to be started."""
         number = self._first_number
         while number in self.workers and self.workers[number].exitcode is None:
             number += 1
-        self.workers[number] = WorkerProcess(number, self.modules, **kwargs)
+        self.workers[number] = WorkerProcess(number, frozenset(self._modules), **kwargs)
         return self.workers[number]
 
 

@@ -8,13 +8,13 @@ import pickle
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from fifobatch.arena import ALIGNMENT, Arena, Room
 from fifobatch.attempt import brief
 from fifobatch.errors import PlanError
 from fifobatch.fetch import Payload
+from fifobatch.packages import installed_modules
 from fifobatch.pickling import Pickled, dumps, find_culprit, sent_classes
 from fifobatch.plan import Chunk
 from fifobatch.transport import TASK_BYTES, Parcel, holds, pack
@@ -52,16 +52,16 @@ class Shipments:
 
     Args:
         arena: Where to; None keeps the content here, for executors that are not ours.
-        expect_modules: Told which modules the workers are going to import.
+        modules: The installed modules that workers are going to import are added to it.
 
     Attributes:
         alive: The tokens of those in use, as of the last one published: workers drop their copies of others.
     """
 
-    def __init__(self, arena: Arena | None, expect_modules: Callable[[Iterable[str]], None] | None) -> None:
+    def __init__(self, arena: Arena | None, modules: set[str]) -> None:
         self.alive: tuple[int, ...] = ()
         self._arena = arena
-        self._expect_modules = expect_modules
+        self._modules = modules
         self._lock = threading.Lock()
         self._published: weakref.WeakValueDictionary[int, Shipment] = weakref.WeakValueDictionary()
 
@@ -72,7 +72,7 @@ class Shipments:
             OSError: There is no memory for it.
             PlanError: It cannot be pickled.
         """
-        if self._arena is None or self._expect_modules is None:
+        if self._arena is None:
             shipment = Shipment(content)
         else:
             try:
@@ -89,7 +89,7 @@ class Shipments:
                     "the dataset holds tensors in shared memory (share_memory_()); the workers get copies of them",
                     stacklevel=2,
                 )
-            self._expect_modules(pickled.modules)
+            self._modules |= installed_modules(pickled.modules)
             shipment = Shipment(content, self._arena, pickled)
         with self._lock:
             self._published[shipment.token] = shipment

@@ -213,7 +213,7 @@ def test_servers_that_are_killed_while_the_iteration_goes_on(gate: Gate) -> None
 
 
 def test_killed_workers_have_ended_though_their_server_is_gone() -> None:
-    pool = WorkerPool(2, dict, ())
+    pool = WorkerPool(2, dict, (), lambda: None)
     futures = [pool.submit(signal.pause) for _ in range(2)]
     with contextlib.ExitStack() as stack:
         ends = []
