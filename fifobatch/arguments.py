@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -62,9 +63,12 @@ def named(get: Callable[[str], Any]) -> Callable[[str], str]:
 
 
 def writable(path: str) -> str:
-    """Return the path of a file that can be written; it is there from now on."""
+    """Return the path of a file that can be written; if it was not there, it is not now."""
+    existed = os.path.lexists(path)
     try:
         open(path, "a").close()
+        if not existed:
+            os.unlink(path)
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"cannot write {path!r}: {describe(error)}") from error
     return path

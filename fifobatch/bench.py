@@ -28,14 +28,17 @@ from fifobatch import __version__
 from fifobatch.arguments import PROGRAM
 from fifobatch.contenders import FIFOBATCH, IDEAL, ORDERS, PEERS, STARTS, Measured, installed_peers, rotated
 from fifobatch.pool import cpu_count
-from fifobatch.workloads import FRESH, WARM
+from fifobatch.warm import WARM
+from fifobatch.workloads import FRESH
 
 __all__ = ["DATASET_OPTIONS", "WORKLOADS", "Figure", "describe_workloads", "format_table", "run"]
 
 DATASET_OPTIONS = ["batch_size", "num_workers", "shuffle", "collate_fn"]  # those of --dataset
 WORKLOADS = [*WARM, *FRESH]
 WITH_IDEAL = {"cold"}  # which has a figure of its own for the ideal
+ALONE = {"recovery"}  # what torch has nothing like
 ONCE = {"package", "memory", "bounded", "in_memory"}  # they take long and hardly vary
+LINUX_ONLY = {"memory", "bounded", "in_memory", "recovery"}
 GRACE_SECONDS = 5  # for a child that is interrupted to end its workers, before all of them are killed
 
 # The first thing that every child does is import torch, and see how long that takes. It runs no file of its own, so
@@ -49,6 +52,7 @@ def interrupt(*_):
 
 signal.signal(signal.SIGINT, interrupt)
 try:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     start = time.perf_counter()
     import torch
     seconds = time.perf_counter() - start
@@ -122,7 +126,7 @@ class Figure:
     def verdict(self) -> str:
         """Return `to_torch` in words, such as ``1.80x faster``."""
         if self.to_torch is None:
-            return ""
+            return "torch raises" if self.name.partition(":")[0] in ALONE else ""
         ratio = max(self.to_torch, 1 / self.to_torch)
         if f"{ratio:.2f}" == "1.00":
             return "equal"
@@ -168,8 +172,9 @@ def run(args: argparse.Namespace) -> int:
         shuffled = ", shuffled" if args.shuffle else ""
         print(f"{args.dataset}: batch size {args.batch_size:,}, workers {args.num_workers:,}{shuffled}")
     print(f"\n{format_table(figures)}", flush=True)
-    if "memory" in (request.workload for request in requests) and sys.platform != "linux":
-        print("    memory: measured on Linux only")
+    unmeasured = [name for name in WORKLOADS if name in LINUX_ONLY & {request.workload for request in requests}]
+    if unmeasured and sys.platform != "linux":
+        print(f"    measured on Linux only: {', '.join(unmeasured)}")
     missing = [name for name in PEERS if name not in installed_peers()] if args.peers else []
     if missing:
         print(f"    not installed, so not measured: {', '.join(missing)}")
@@ -194,7 +199,8 @@ def _plan(args: argparse.Namespace) -> Iterator[_Request]:
             contenders = [FIFOBATCH, *ORDERS, *(installed_peers() if args.peers else [])]
             yield _Request(name, contenders, 2 if args.quick else 5, args.quick, options)
             continue
-        contenders = [FIFOBATCH, *(ORDERS if args.dataset else STARTS)] + [IDEAL] * (name in WITH_IDEAL)
+        theirs = ORDERS if args.dataset else [] if name in ALONE else STARTS
+        contenders = [FIFOBATCH, *theirs] + [IDEAL] * (name in WITH_IDEAL)
         for number in range(1 if args.quick or name in ONCE else 3):
             for contender in rotated(contenders, number):
                 yield _Request(name, [contender], 1, args.quick, options)
@@ -208,8 +214,16 @@ def _ask(request: _Request) -> list[Measured]:
     """
     command = [sys.executable, "-c", CHILD, json.dumps(request._asdict())]
     # A process group of its own: Ctrl-C is for this process alone, which then sees to it that all of the child's end.
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, process_group=0) as child:
+    # Until it can, Ctrl-C waits, here and (by the mask that it inherits) in the child, which first sets its handler.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, process_group=0)
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        raise
+    with child:
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             answer, _ = child.communicate()
         except BaseException:
             child.send_signal(signal.SIGINT)

@@ -71,7 +71,8 @@ class Statistics:
         delivered: Batches delivered to the consumer.
         failed: Chunks whose error was delivered instead.
         retries: How often a chunk was tried again, after it failed or was over its time.
-        reloads: How often a chunk was loaded again because a worker process died, its own or another.
+        reloads: How often a chunk was loaded again because a worker process died or was killed over its time: its own
+            or another, which ends the whole pool.
         abandoned: Chunks that nobody waits for any more, as the iterator was closed or dropped.
         under_way: Chunks submitted, and neither delivered nor failed nor abandoned.
         peak_under_way: The most that were under way at once.
@@ -136,6 +137,16 @@ class Statistics:
                 f"{_seconds(self.load_p50)} (median), {_seconds(self.load_p95)} (p95), {_seconds(self.load_p99)} (p99)"
             )
             lines.append(f"Loading a batch took {quantiles}.")
+        again = [
+            f"{what}: {count:,}."
+            for count, what in (
+                (self.retries, "Tried again after an error or a timeout"),
+                (self.reloads, "Loaded again after a worker's end"),
+            )
+            if count
+        ]
+        if again:
+            lines.append(" ".join(again))
         return "\n".join(lines)
 
     def _verdict(self) -> str:

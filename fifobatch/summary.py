@@ -11,8 +11,9 @@ from fifobatch.measures import Statistics
 __all__ = ["describe_dataset", "html_table", "line"]
 
 # Shown where they are not the default.
-FLAGS = ("pin_memory", "drop_last", "timeout", "persistent_workers", "in_order", "retries", "progress")
+FLAGS = ("pin_memory", "drop_last", "timeout", "persistent_workers", "in_order", "progress")
 OPTIONS = ("worker_init_fn", "generator", "max_skew", "max_bytes", "executor")
+ERRORS = {"retries": 0, "retry_on": Exception, "on_error": "raise"}
 
 
 def describe_dataset(dataset: object) -> str:
@@ -27,6 +28,8 @@ def describe_dataset(dataset: object) -> str:
 def _shown(value: object) -> str:
     if value is None or isinstance(value, (bool, int, float, str)):
         return brief(value)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
     return getattr(value, "__name__", type(value).__name__)
 
 
@@ -39,7 +42,7 @@ def _arguments(loader: DataLoader[Any], window: int) -> dict[str, str]:
     elif not isinstance(loader.sampler, SequentialSampler):
         shown["sampler"] = _shown(loader.sampler)
     collates = default_convert if loader.batch_sampler is None else default_collate
-    defaults: dict[str, Any] = {"collate_fn": collates} | dict.fromkeys(FLAGS, False) | dict.fromkeys(OPTIONS)
+    defaults: dict[str, Any] = {"collate_fn": collates} | dict.fromkeys(FLAGS, False) | dict.fromkeys(OPTIONS) | ERRORS
     for name, default in defaults.items():
         value = getattr(loader, name)
         if value != default:

@@ -4,9 +4,10 @@ Runs in the child interpreters that `bench` starts, in their main thread; the da
 module is imported by its name in all of them, so that torch's ``spawn`` finds the datasets, too.
 
 - A *warm* workload has one interpreter. Every contender's workers are started by an epoch that is not timed; then the
-  contenders load one epoch after another, round 1: A B C, round 2: B C A, and so on. Time runs from ``iter()``.
+  contenders load one epoch after another, round 1: A B C, round 2: B C A, and so on. Time runs from ``iter()``. They
+  are in `warm`.
 - A *fresh* workload has an interpreter for each contender and round, in the same rotation. Time runs from the
-  construction of the loader.
+  construction of the loader, if the workload does not say otherwise. They are here.
 
 With ``--quick`` there are fewer samples, and two workers instead of eight in what is fresh.
 
@@ -14,18 +15,17 @@ All contenders load the same batches of the same dataset with as many workers, k
 they can, and have default settings otherwise.
 """
 
-import functools
-import heapq
 import importlib
 import itertools
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,7 +35,7 @@ from torch.utils.data import TensorDataset
 
 from fifobatch import BatchExecutor, FifoLoader, PlanError
 from fifobatch.arguments import describe, find, find_dataset
-from fifobatch.contenders import FIFOBATCH, IDEAL, WORKERS, Epoch, Measured, make_loader, measure_epochs
+from fifobatch.contenders import FIFOBATCH, IDEAL, WORKERS, Measured, make_loader, measure_epochs
 from fifobatch.gauges import (
     await_end,
     private_megabytes,
@@ -44,114 +44,12 @@ from fifobatch.gauges import (
     shared_megabytes,
     tree_megabytes,
 )
+from fifobatch.warm import WARM, Slices
 
-__all__ = ["FRESH", "WARM", "answer", "list_schedule", "own"]
+__all__ = ["FRESH", "answer", "own"]
 
-SLOW_SECONDS, FAST_SECONDS, SLOW_SHARE = 0.06, 0.002, 0.1
 PACKAGE_SECONDS = 1.0
 PACKAGE = "fifobatch_bench_package"
-
-
-# -- warm workloads
-
-
-class Skewed:
-    """Samples that sleep; a tenth of them, spread at random but always the same, 30 times as long as the others."""
-
-    def __init__(self, length: int) -> None:
-        slow = set(random.Random(0).sample(range(length), round(SLOW_SHARE * length)))
-        self.seconds = [SLOW_SECONDS if index in slow else FAST_SECONDS for index in range(length)]
-
-    def __len__(self) -> int:
-        return len(self.seconds)
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(self.seconds[index])
-        return index
-
-
-def list_schedule(seconds: Iterable[float], workers: int) -> float:
-    """Return when the last of these tasks ends if each in turn goes to the worker that is free first."""
-    free = [0.0] * workers
-    for duration in seconds:
-        heapq.heapreplace(free, free[0] + duration)
-    return max(free)
-
-
-def skew(quick: bool) -> list[Epoch]:
-    """An epoch with 10 % slow samples: how much do they hold up?
-
-    8 workers, 1,200 samples, four a batch. The loop does nothing with them, so an epoch's seconds are the makespan.
-    Samples sleep: the number of cores does not matter, nor does what a loader costs, unless it keeps a worker waiting.
-    The ideal is list scheduling: each batch, in the order of the plan, goes to the worker that is free first, at no
-    cost.
-    """
-    dataset, size = Skewed(240 if quick else 1200), 4
-    batches = [sum(dataset.seconds[first : first + size]) for first in range(0, len(dataset), size)]
-    return [Epoch("skew: epoch", "s", dataset, size, WORKERS, ideal=list_schedule(batches, WORKERS))]
-
-
-@functools.cache
-def _noise(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.rand(64, *shape)
-
-
-class Slices:
-    """Samples that cost next to nothing: slices of one random tensor, which each worker makes at its first sample."""
-
-    def __init__(self, length: int, *shape: int) -> None:
-        self.length = length
-        self.shape = shape
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return _noise(self.shape)[index % 64]
-
-
-class Records(Slices):
-    """Samples that are a dict of six tensors."""
-
-    def __getitem__(self, index: int) -> Any:
-        return {key: _noise(self.shape)[(index + number) % 64] for number, key in enumerate("abcdef")}
-
-
-def _read(batch: Any) -> None:
-    for tensor in batch.values() if isinstance(batch, Mapping) else [batch]:
-        tensor.sum()
-
-
-def transport(quick: bool) -> list[Epoch]:
-    """Bytes a second: how fast do finished batches reach the loop?
-
-    2 workers. Samples are slices of a random tensor that each worker has, so all that a worker does for a batch is
-    `default_collate`: one copy, and the one that torch itself makes. Batches are of 32 samples: images of 3x224x224
-    float32 (19 MB a batch), once dropped unread and once read, 1 MiB batches, and dicts of six 2 MiB tensors; these
-    two are read. *Read* is ``sum()`` of every tensor, by one thread, which touches every byte: a loader that only maps
-    memory pays for its pages there. GB are 1e9 bytes.
-    """
-    size, scale = 32, 8 if quick else 1
-    images, small = Slices(80 // scale * size, 3, 224, 224), Slices(500 // scale * size, 8192)
-    records = Records(60 // scale * size, 16384)
-    gigabytes = {"images": size * 3 * 224 * 224 * 4 / 1e9, "small": size * 8192 * 4 / 1e9}
-    return [
-        Epoch("transport: images unread", "GB/s", images, size, 2, gigabytes["images"]),
-        Epoch("transport: images read", "GB/s", images, size, 2, gigabytes["images"], _read),
-        Epoch("transport: 1 MiB batches", "GB/s", small, size, 2, gigabytes["small"], _read),
-        Epoch("transport: dicts of six", "GB/s", records, size, 2, 12 * gigabytes["small"], _read),
-    ]
-
-
-def tiny(quick: bool) -> list[Epoch]:
-    """Batches of 16 integers a second: what does a batch cost by itself?
-
-    2 workers. The dataset is a ``range``, so the workers have nothing to do but `default_collate`.
-    """
-    return [Epoch("tiny: 16 integers", "batches/s", range(16 * (300 if quick else 2000)), 16, 2, 1)]
-
-
-# -- fresh workloads
 
 
 class Pids:
@@ -294,6 +192,51 @@ def in_memory(contender: str, num_workers: int, _: float) -> list[Measured]:
     ]
 
 
+class Numbered(Pids):
+    """The same, and which sample it is."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, super().__getitem__(index)
+
+
+def recovery(contender: str, num_workers: int, _: float) -> list[Measured]:
+    """A worker is killed: how long until the next batch?
+
+    2 workers, which are warm; samples of 1 ms, four a batch. In each of 10 epochs, when both workers have delivered,
+    one of them, drawn at random, gets a SIGKILL. From then until the first batch from a process that was not there
+    before: what had been loaded, or was by the other worker at the last moment, does not count. The median of the 10.
+    Every sample has to come once. torch's loader has no such time: it raises a RuntimeError when a worker dies.
+    """
+    if sys.platform != "linux":
+        return []
+    draw = random.Random(0)
+    loader = make_loader(contender, Numbered(400, 0.001), batch_size=4, num_workers=2)
+    seconds = [_recovery_seconds(loader, draw) for _kill in range(3 if num_workers < WORKERS else 10)]
+    return [Measured("recovery: next batch", "s", contender, statistics.median(seconds))]
+
+
+def _recovery_seconds(loader: Iterable[Any], draw: random.Random) -> float:
+    workers: set[int] = set()
+    came: list[int] = []
+    killed = seconds = 0.0
+    for indices, pids in loader:
+        came += indices.tolist()
+        pid = int(pids[0])
+        if killed:
+            if not seconds and pid not in workers:
+                seconds = time.perf_counter() - killed
+            continue
+        workers.add(pid)
+        if len(workers) == 2 and len(came) >= 80:
+            killed = time.perf_counter()
+            os.kill(draw.choice(sorted(workers)), signal.SIGKILL)
+    if sorted(came) != list(range(400)):
+        raise RuntimeError(f"{len(came)} samples came, {len({*came})} of 400, after a worker was killed")
+    if not seconds:
+        raise RuntimeError("no worker was killed: only one has loaded" if not killed else "no other worker has loaded")
+    return seconds
+
+
 def _first_batch(contender: str, dataset: Any, num_workers: int) -> float:
     start = time.perf_counter()
     iterator = iter(make_loader(contender, dataset, batch_size=4, num_workers=num_workers))
@@ -312,6 +255,7 @@ def own(contender: str, name: str, collate_fn: str | None, **options: Any) -> li
     that epoch is finished, and the next one timed.
     """
     dataset = find_dataset(name)
+    options["batch_size"] = min(options["batch_size"], len(dataset))  # as numbers go, torch has a limit
     options["collate_fn"] = find(collate_fn) if collate_fn else None
     options["generator"] = torch.Generator().manual_seed(0)  # the same order for all
     start = time.perf_counter()
@@ -332,7 +276,6 @@ def own(contender: str, name: str, collate_fn: str | None, **options: Any) -> li
     ]
 
 
-WARM = {"skew": skew, "transport": transport, "tiny": tiny}
 FRESH = {
     "cold": cold,
     "package": package,
@@ -340,6 +283,7 @@ FRESH = {
     "memory": memory,
     "bounded": bounded,
     "in_memory": in_memory,
+    "recovery": recovery,
 }
 
 

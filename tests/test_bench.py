@@ -1,16 +1,21 @@
 """The benchmark: that it measures and shows what it says. How fast anything is, is not tested."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.utils.data import DataLoader
 
 from fifobatch.__main__ import main
-from fifobatch.bench import WORKLOADS, Figure, format_table
+from fifobatch.bench import CHILD, WORKLOADS, Figure, format_table
 from fifobatch.contenders import Epoch, measure_epochs, rotated
-from fifobatch.workloads import FRESH, WARM, list_schedule
+from fifobatch.warm import WARM, list_schedule
+from fifobatch.workloads import FRESH
 
 TASKS = """
 class Squares:
@@ -102,6 +107,18 @@ def test_a_ratio_says_which_way_is_good(unit, ours, theirs, to_torch, verdict):
     made_up = figure(unit, ours, theirs)
     assert made_up.to_torch == pytest.approx(to_torch)
     assert made_up.verdict() == verdict
+
+
+class Deadly(list):
+    def __getitem__(self, index):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_where_torch_raises_the_table_says_so():
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(DataLoader(Deadly([0]), num_workers=1, multiprocessing_context="fork"))
+    row = format_table([Figure("recovery: next batch", "s", {"fifobatch": [0.2]})]).splitlines()[-1]
+    assert row.split("  ")[-1] == "torch raises"
 
 
 def test_without_torch_or_without_us_there_is_no_ratio():
@@ -212,6 +229,15 @@ def test_a_child_that_dies_is_named_in_one_line(capsys, monkeypatch):
     ]
 
 
+def test_a_bench_that_fails_leaves_no_file_and_the_file_that_was_there(tmp_path, monkeypatch):
+    (tmp_path / "before.json").write_text("before")
+    monkeypatch.setattr("fifobatch.bench.CHILD", "raise SystemExit(1)")
+    for name in ("new.json", "before.json"):
+        assert main(["bench", "--only", "tiny", "--json", name]) == 1
+    assert not (tmp_path / "new.json").exists()
+    assert (tmp_path / "before.json").read_text() == "before"
+
+
 def test_what_is_skipped_is_said(capsys, monkeypatch):
     monkeypatch.setattr("fifobatch.bench.installed_peers", lambda: ["torchdata"])
     asked = []
@@ -261,6 +287,21 @@ def test_your_own_dataset_goes_through_the_same_table(capfd, tmp_path, monkeypat
         assert rate["medians"][contender] == pytest.approx(3 / seconds)
 
 
+def test_a_batch_may_be_larger_than_the_dataset_and_than_any_index(capfd, monkeypatch):
+    monkeypatch.setattr("fifobatch.bench.ORDERS", [])
+    arguments = ["bench", "--dataset", "tasks:Squares", "--batch-size", "9" * 30, "--num-workers", "1", "--quick"]
+    assert main(arguments) == 0
+    assert "epoch, warm workers" in capfd.readouterr().out
+
+
+def test_recovery_kills_one_worker_after_another(capfd, tmp_path):
+    assert main(["bench", "--only", "recovery", "--quick", "--json", "figures.json"]) == 0
+    (row,) = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    assert (row["name"], list(row["rounds"]), row["to_torch"]) == ("recovery: next batch", ["fifobatch"], None)
+    assert row["medians"]["fifobatch"] > 0
+    assert capfd.readouterr().out.endswith("torch raises\n")
+
+
 STUCK = """
 from probes import Gate
 
@@ -280,6 +321,18 @@ def test_an_interrupt_leaves_no_process(start_script, gate):
     gate.arrivals(2)
     script.interrupt()
     assert script.finish() == (130, "", "--dataset stuck:stuck ...\ninterrupted\n")
+
+
+def test_an_interrupt_while_a_child_starts_ends_it_without_a_word():
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        child = subprocess.Popen([sys.executable, "-c", CHILD, "{}"], stderr=subprocess.PIPE)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    with child:
+        child.send_signal(signal.SIGINT)  # its interpreter has hardly begun
+        _, err = child.communicate()
+    assert (child.returncode, err) == (130, b"")
 
 
 @pytest.mark.parametrize("quick", [True, False])

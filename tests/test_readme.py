@@ -1,11 +1,15 @@
 """Everything that the README shows runs."""
 
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.utils.data import DataLoader
+
+from fifobatch import FifoLoader
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
@@ -36,10 +40,28 @@ def test_what_is_printed_looks_like_what_is_shown(script):
     assert [line for line in figures.sub("N", shown).splitlines() if line not in lines] == []
 
 
-def test_the_progress_bar_and_the_log_are_all_that_goes_to_stderr(script):
+def test_the_failures_that_are_shown_are_those_that_are_printed(script):
+    shown = re.findall(r"^dataset\[.*", README, re.MULTILINE)
+    assert len(shown) == 3
+    assert sorted(re.findall(r"^dataset\[.*", script.stdout, re.MULTILINE)) == sorted(shown)
+
+
+def test_the_arguments_that_are_explained_have_these_defaults():
+    explained = dict(re.findall(r"^\| `(\w+)=(.*?)` \|", README, re.MULTILINE))
+    parameters = inspect.signature(FifoLoader).parameters
+    assert {name: eval(default) for name, default in explained.items()} == {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in inspect.signature(DataLoader).parameters
+    }
+
+
+def test_the_progress_bar_the_log_and_a_warning_are_all_that_goes_to_stderr(script):
     lines = [line for line in re.split(r"[\r\n]", script.stderr) if line.strip()]
     log = [line for line in lines if line.startswith("INFO")]
-    bar = [line for line in lines if line not in log]
+    (warning,) = [line for line in lines if "Warning: " in line]
+    assert "UserWarning: left out of this epoch: 3 samples that failed; see loader.failures. " in warning
+    bar = [line for line in lines if line not in [*log, warning]]
     assert bar
     assert all("batch" in line for line in bar), script.stderr
     assert "8/8" in bar[-1]

@@ -396,6 +396,11 @@ def test_statistics_say_it_in_words():
     assert "persistent_workers=True" in words(seconds_to_first=6.0, seconds_to_load=5.5)
     assert "Its consumers waited 25.00 s, added up" in words(seconds_waited=25.0)
     assert "1 batch in 10.00 s, 2 failed, 1 abandoned" in words(delivered=1, failed=2, abandoned=1)
+    assert words(retries=2).endswith("(p99).\nTried again after an error or a timeout: 2.")
+    assert words(reloads=1).endswith("(p99).\nLoaded again after a worker's end: 1.")
+    assert words(retries=1, reloads=2000).splitlines()[3:] == [
+        "Tried again after an error or a timeout: 1. Loaded again after a worker's end: 2,000."
+    ]
     nothing = words(delivered=0, under_way=4, load_p50=math.nan)
     assert nothing.startswith("0 batches in 10.00 s, 4 under way.")
     assert "nan" not in nothing
@@ -415,6 +420,19 @@ def test_a_loader_shows_itself_in_one_line_and_in_a_table():
     table = loader._repr_html_()
     assert "<td style='text-align:left;white-space:pre-line'>&lt;lambda&gt;</td>" in table
     assert "bottleneck" in table
+
+
+def test_a_loader_shows_what_becomes_of_errors_where_that_is_not_the_default():
+    loader = FifoLoader(range(6), num_workers=1, timeout=2.5, retries=2, retry_on=(OSError, KeyError), on_error="skip")
+    assert repr(loader) == (
+        "<FifoLoader(range of 6, batch_size=1, num_workers=1, window=2, timeout=2.5, retries=2, "
+        "retry_on=(OSError, KeyError), on_error='skip'): not iterated yet>"
+    )
+    table = loader._repr_html_()
+    for name, value in {"timeout": "2.5", "retries": "2", "retry_on": "(OSError, KeyError)"}.items():
+        assert f">{name}</th><td style='text-align:left;white-space:pre-line'>{value}</td>" in table
+    assert ">on_error</th><td style='text-align:left;white-space:pre-line'>&#x27;skip&#x27;</td>" in table
+    assert "retry_on=TimeoutError" in repr(FifoLoader(range(6), num_workers=1, retry_on=TimeoutError))
 
 
 def test_a_loader_shows_itself_whatever_the_dataset_does():
