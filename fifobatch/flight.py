@@ -131,7 +131,7 @@ class Flight:
         if self._deaths[step] < (FRUITLESS_STARTS if step == START else max(2, self.run.policy.retries)):
             return None
         times = self._deaths.pop(step) + (step != START)
-        error = WorkerDiedError(f"{self._describe(step)} ended its worker process {times} times: {how}. {self._whole}")
+        error = WorkerDiedError(f"{self._describe(step)} ended its worker process {times} times: {how} ({self._chunk})")
         return self._cannot(step, error, self.attempt - 1 + self._died)
 
     def timed_out(self, step: int, pid: int, seconds: float, stack: str) -> "Batch[Any] | Exception | None":
@@ -145,7 +145,7 @@ class Flight:
         """
         policy = self.run.policy
         error = ChunkTimeoutError(
-            f"{self._describe(step)} is not done within timeout={policy.timeout:g} seconds. {self._whole}"
+            f"{self._describe(step)} is not done within timeout={policy.timeout:g} seconds ({self._chunk})"
         )
         # Neither our thread nor what has called the user's code is of interest.
         threads = [thread for thread in stack.split("\n\n") if "in _leave_with_parent" not in thread]
@@ -203,9 +203,8 @@ class Flight:
         return list(indices) if self.run.collates else [indices]
 
     @property
-    def _whole(self) -> str:
-        chunk = self.future.chunk
-        return f"Chunk {chunk.number} (indices {brief(chunk.indices)}) is not loaded"
+    def _chunk(self) -> str:
+        return f"chunk {self.future.chunk.number}, indices {brief(self.future.chunk.indices)}"
 
     def _describe(self, step: int) -> str:
         if step >= 0:
