@@ -19,6 +19,7 @@ import os
 import queue
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
@@ -28,6 +29,7 @@ from typing import Any, NoReturn, Protocol
 
 from fifobatch.errors import ClosedError
 from fifobatch.plan import Batch, Chunk, Failure
+from fifobatch.streams import REPEATS, Lanes
 from fifobatch.trace import Record, Trace
 from fifobatch.window import Window
 
@@ -42,6 +44,9 @@ class BatchFuture(Future[Batch[Any]]):
         record: When it was submitted, loaded, delivered.
         failures: The samples that were left out.
         is_empty: Whether that was all of them: there is nothing to deliver.
+        is_void: Whether there is no such batch, as its lane of a stream was over before.
+        is_last: Whether its lane is over with it.
+        is_split: Whether the stream's dataset has looked at its worker info there.
     """
 
     def __init__(self, chunk: Chunk) -> None:
@@ -49,7 +54,8 @@ class BatchFuture(Future[Batch[Any]]):
         self.chunk = chunk
         self.record = Record(chunk.number)
         self.failures: list[Failure] = []
-        self.is_empty = False
+        self.is_empty = self.is_void = self.is_last = False
+        self.is_split = True
         self.inner: Future[Any] | None = None  # the pool's
 
     def cancel(self) -> bool:
@@ -89,27 +95,34 @@ class Completions(Iterator[Any]):
     that was submitted before has been delivered.
 
     Args:
-        chunks: What to load, in plan order.
+        chunks: What to load, in plan order; or the lanes of a stream.
         loading: Who loads it; None if there are no chunks.
         window: How much may be under way, and in which order it comes.
         select: What to yield of a batch.
         trace: Where to note what happens; it has begun.
         executor: Kept alive as long as the iterator: when nobody refers to it, it ends.
         prepare: Done to each batch before it is delivered, in a thread of its own.
+        warn_of_repeats: The stack level, from ``next()``, of a warning if all lanes of a stream read the same; None for
+            no warning.
     """
 
     def __init__(
         self,
-        chunks: Iterator[Chunk],
+        chunks: Iterator[Chunk] | Lanes,
         loading: Loading | None,
         window: Window[BatchFuture],
         select: Callable[[Batch[Any]], Any],
         trace: Trace,
         executor: object,
         prepare: Callable[[Batch[Any]], Batch[Any]] | None = None,
+        warn_of_repeats: int | None = None,
     ) -> None:
+        self._warn_of_repeats = warn_of_repeats
         self._executor = executor
-        self._chunks: Iterator[Chunk] | None = chunks if loading is not None else None
+        self._lanes = chunks if isinstance(chunks, Lanes) else None
+        self._take: Callable[[], Chunk | None] | None = None  # None: nothing more is to be submitted
+        if loading is not None:
+            self._take = chunks.take if isinstance(chunks, Lanes) else partial(next, chunks, None)
         self._loading = loading
         self._window = window
         self._select = select
@@ -152,6 +165,9 @@ class Completions(Iterator[Any]):
             requested = time.perf_counter()
             try:
                 future = self._next_future()
+                if self._lanes is not None and self._lanes.repeats and self._warn_of_repeats is not None:
+                    stacklevel, self._warn_of_repeats = self._warn_of_repeats, None
+                    warnings.warn(REPEATS, stacklevel=stacklevel)
             except (Exception, StopIteration):
                 self.trace.wait(requested)
                 raise
@@ -196,25 +212,37 @@ class Completions(Iterator[Any]):
     def _receive(self) -> None:
         """Take one completed future from the queue, waiting for it."""
         future = self._completed.get()
-        if future is not None:  # None: close() woke us up
-            self._window.complete(future.chunk.number, future, future.record.bytes)
+        if future is None:  # close() woke us up
+            return
+        number = future.chunk.number
+        if not future.is_void:
+            self._window.complete(number, future, future.record.bytes)
+        if self._lanes is not None:
+            self._lanes.landed(number, future.is_last, future.is_split)
+            if future.is_last:
+                first, step = number if future.is_void else number + self._lanes.count, self._lanes.count
+                self._window.end(first, step)
+            if future.is_void:
+                self._window.cancel(number)
+                self.trace.void(future.record)
+            del future
+            self._refill()  # each lane is to have something to do
 
     def _refill(self) -> None:
-        while self._chunks is not None and self._loading is not None and not self._window.full:
+        while self._take is not None and self._loading is not None and not self._window.full:
             chunk = None
             try:
-                chunk = next(self._chunks, None)
+                chunk = self._take()
                 if chunk is None:
-                    self._chunks = None
                     return
                 future = self._loading.submit(chunk)
             except Exception as error:  # the user's sampler, or a pool that takes no more: first deliver what is here
                 if chunk is not None:
                     error.add_note(f"From chunk {chunk.number} on, nothing of this plan is loaded.")
                 # Without its first frame, this one, which would keep the iterator alive.
-                self._chunks, self._plan_error = None, error.with_traceback(_outside(error))
+                self._take, self._plan_error = None, error.with_traceback(_outside(error))
                 return
-            self._window.submit()
+            self._window.submit(chunk.number)
             future.add_done_callback(self._put)
 
     def _check_open(self) -> None:
@@ -227,7 +255,7 @@ class Completions(Iterator[Any]):
         """Give up what is under way. Idempotent; may be called from any thread."""
         if not self._closed:
             self._closed = True
-            self._chunks = None
+            self._take = None
             self._end()
             self._completed.put(None)
 
@@ -247,9 +275,10 @@ def _prepare_first(
 def _prepare(
     prepare: Callable[[Batch[Any]], Batch[Any]], put: Callable[[BatchFuture], object], future: BatchFuture
 ) -> None:
-    if not future.cancelled() and future.exception() is None and not future.is_empty:
+    if not future.cancelled() and future.exception() is None and not (future.is_empty or future.is_void):
         prepared = BatchFuture(future.chunk)
         prepared.record, prepared.failures = future.record, future.failures
+        prepared.is_last, prepared.is_split = future.is_last, future.is_split
         try:
             prepared.set_result(prepare(future.result()))
         except Exception as error:  # what the user's own pin_memory() raises, or no memory: this batch's error

@@ -24,20 +24,21 @@ from functools import partial
 from typing import Any
 
 from fifobatch import server
+from fifobatch.answers import explain, opened
 from fifobatch.arena import Arena, Room
-from fifobatch.attempt import brief
 from fifobatch.board import FLAGS, Board
 from fifobatch.completion import BatchFuture
+from fifobatch.elsewhere import load_elsewhere
 from fifobatch.errors import ClosedError, WorkerDiedError
 from fifobatch.fetch import Payload
 from fifobatch.flight import Flight, Run
-from fifobatch.pickling import loads, rebuild, report
-from fifobatch.plan import Batch, Chunk
+from fifobatch.plan import Batch, Chunk, StreamChunk
 from fifobatch.pool import WorkerPool, at_exit
 from fifobatch.shipping import Shipments, pickle_task
+from fifobatch.tasks import Answer, Context, Task
 from fifobatch.trace import Trace
-from fifobatch.transport import TASK_BYTES, Parcel, pack, unpack
-from fifobatch.worker import Answer, Context, Task, initialize, load, load_elsewhere
+from fifobatch.transport import TASK_BYTES, pack
+from fifobatch.worker import initialize, load
 
 __all__ = ["BROKEN", "CANCEL", "EXIT", "FINISH", "GIVE_UP", "LANDED", "Engine"]
 
@@ -70,6 +71,7 @@ class Engine:
         self.board = None if arena is None else Board(arena)
         self.pool: WorkerPool | None = None
         self.quarantine: WorkerPool | None = None
+        self.lanes: dict[int, WorkerPool] = {}  # of streams: a process each
         self.trace = Trace()
         self.flights: dict[int, Flight] = {}
         self.lock = threading.Lock()
@@ -94,8 +96,26 @@ class Engine:
 
     @property
     def pools(self) -> list[WorkerPool]:
-        """The pools of ours: the workers, and the process of quarantine."""
-        return [pool for pool in (self.pool, self.quarantine) if pool is not None]
+        """The pools of ours: the workers, the process of quarantine, and the lanes."""
+        return [pool for pool in (self.pool, self.quarantine, *list(self.lanes.values())) if pool is not None]
+
+    def renew(self, pool: WorkerPool) -> None:
+        """Put a new pool into the place of one of ours."""
+        if pool is self.pool:
+            self.pool = pool.renewed()
+        elif pool is self.quarantine:
+            self.quarantine = pool.renewed()
+        else:
+            self.lanes = {lane: pool.renewed() if own is pool else own for lane, own in self.lanes.items()}
+
+    def _pool_for(self, flight: Flight) -> WorkerPool:
+        assert self.pool is not None
+        assert self.quarantine is not None
+        if not flight.run.lanes:
+            return self.quarantine if flight.suspect else self.pool
+        if flight.lane not in self.lanes:
+            self.lanes[flight.lane] = self.pool.renewed(1, self.pool.max_workers + 1 + flight.lane)
+        return self.lanes[flight.lane]
 
     @property
     def usable(self) -> bool:
@@ -104,7 +124,9 @@ class Engine:
 
     # -- consumer's thread
 
-    def start_run(self, payload: Payload, base_seed: int, window: int, trace: Trace | None = None) -> Run:
+    def start_run(
+        self, payload: Payload, base_seed: int, window: int, trace: Trace | None = None, epoch: int = 0
+    ) -> Run:
         """Publish a plan as it is now.
 
         Args:
@@ -112,6 +134,7 @@ class Engine:
             base_seed: The epoch's base seed.
             window: How much will be under way at once: so many free slots keep their pages.
             trace: The iteration's; None for chunks submitted one by one, which are delivered when they are done.
+            epoch: The epoch's number.
 
         Raises:
             ClosedError: The executor was shut down.
@@ -131,6 +154,9 @@ class Engine:
             flag=flag,
             policy=payload.policy,
             collates=payload.collates,
+            stream=payload.stream,
+            lanes=payload.num_workers if payload.stream is not None else 0,
+            epoch=epoch,
             trace=trace or self.trace,
             submit=self.submit,
             abandon=self._abandon,
@@ -215,12 +241,12 @@ class Engine:
         flight.lost = False
         if self.arena is None:
             assert self._elsewhere is not None
-            body = (chunk.number, chunk.indices, chunk.seed)
+            items = chunk.items if isinstance(chunk, StreamChunk) else chunk.indices
+            body = (chunk.number, items, chunk.seed)
             arguments = (run.payload.token, payload, self._shipments.alive, body, flight.attempt)
             inner = self._elsewhere.submit(load_elsewhere, *arguments)
         else:
-            pool = flight.pool = self.quarantine if flight.suspect else self.pool
-            assert pool is not None
+            pool = flight.pool = self._pool_for(flight)
             pickled = pickle_task(chunk, tuple(flight.left_out))
             flight.slot = self.arena.take()
             task = Task(
@@ -239,6 +265,8 @@ class Engine:
                 key=flight.key,
                 attempt=flight.attempt,
                 singly=flight.singly,
+                stream=run.key if run.lanes else 0,
+                epoch=run.epoch,
             )
             try:
                 inner = pool.submit(load, task.to_bytes())
@@ -287,25 +315,8 @@ class Engine:
         result: Batch[Any] | Exception | None = None
         if kind != "abandoned" and not flight.run.over:
             flight.run.trace.arrive(flight.future.record, *mark)
-            result = self._open(flight, kind, body)
+            result = opened(self.arena, flight, kind, body)
         self.settle(flight, result)
-
-    def _open(self, flight: Flight, kind: str, body: Any) -> Batch[Any] | Exception:
-        chunk = flight.future.chunk
-        try:
-            if self.arena and flight.slot is not None:
-                slot, flight.slot = flight.slot, None  # the batch gives it back
-                body = loads(*unpack(self.arena, slot, Parcel(*body)))
-            if kind == "error":
-                return rebuild(body)
-            if kind == "batch" and not flight.left_out:
-                return Batch(chunk.number, chunk.indices, body)
-            data, failed = (body, []) if kind == "batch" else body
-            return flight.without([(positions, rebuild(told)) for positions, told in failed], data)
-        except BaseException as error:  # what unpickling the user's objects raises is this batch's error
-            where = f"In the parent, unpickling the batch of chunk {chunk.number} (indices {brief(chunk.indices)})."
-            failure = rebuild(report(error, where))
-            return flight.without([(None, failure)], None) if flight.run.policy.skip else failure
 
     # -- any of them
 
@@ -341,16 +352,10 @@ class Engine:
                 future.set_exception(result)
 
     def _explain(self, chunk: Chunk, error: BaseException) -> Exception:
-        """Return what the user is told of an error of the executor itself."""
-        where = f"chunk {chunk.number} (indices {brief(chunk.indices)})"
-        if not isinstance(error, BrokenExecutor):
-            return rebuild(report(error, f"In the executor, on {where}."))
         with self.lock:
-            if self._broken is None:
+            if self._broken is None and isinstance(error, BrokenExecutor):
                 self._broken = f"A worker process died: {str(error).rstrip('.')}."
-        died = WorkerDiedError(f"{self._broken} C{where[1:]} was under way and is not loaded")
-        died.__cause__ = error
-        return died
+        return explain(chunk, error, self._broken or "")
 
     def free_flags(self, ended: list[Run]) -> list[Run]:
         """Use a run's flag again when none of its tasks can read it any more; return the runs still waiting."""

@@ -5,8 +5,6 @@
 """
 
 import dataclasses
-import itertools
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,17 +12,15 @@ from typing import Any
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 
-from fifobatch.attempt import NO_POLICY, Again, Attempt, Located, Policy, brief
+from fifobatch.attempt import brief
 from fifobatch.completion import Completions
-from fifobatch.errors import ClosedError, SampleError
 from fifobatch.executor import BatchExecutor
-from fifobatch.fetch import NOTHING, Payload, fetch, seeds
+from fifobatch.inprocess import InProcess
 from fifobatch.measures import Span, Statistics
-from fifobatch.plan import Batch, BatchPlan, Chunk, Failure
+from fifobatch.plan import Batch, Failure
 from fifobatch.progress import Progress
-from fifobatch.trace import Record, Trace
 
-__all__ = ["InProcess", "LoaderIterator", "pinning"]
+__all__ = ["LoaderIterator", "pinning"]
 
 
 def pinning() -> Callable[[Batch[Any]], Batch[Any]]:
@@ -46,19 +42,26 @@ class LoaderIterator(Iterator[Any]):
         length: Batches that the loader expects; None if unknown.
         progress: The bar to move.
         executor: Whose workers end with this iterator, if any do.
+        most: Batches above which a stream has yielded more than it said; None if it said nothing.
+        had_batches: Whether an earlier epoch had some, so that it is worth a warning if this one has none.
     """
 
     def __init__(
         self,
-        batches: "Completions | InProcess",
+        batches: Completions | InProcess,
         length: int | None,
         progress: Progress | None,
         executor: BatchExecutor | None,
+        most: int | None = None,
+        had_batches: bool = False,
     ) -> None:
         self._batches = batches
         self._length = length
         self._progress = progress
         self._executor = executor
+        self._most = most
+        self._had_batches = had_batches
+        self._yielded = 0
         self._warned = False
 
     def __next__(self) -> Any:
@@ -76,10 +79,18 @@ class LoaderIterator(Iterator[Any]):
             batch = next(self._batches)
             if self._progress is not None:
                 self._progress.update(self._batches.under_way, self._batches.trace.seconds_waited)
+            self._yielded += 1
+            if self._most is not None and self._yielded > self._most:
+                self._most = None
+                warnings.warn(
+                    f"the IterableDataset's __len__ says that there are {self._length} batches, but there are more. "
+                    "All of them come; mend __len__, or let each worker yield a share of the samples",
+                    stacklevel=2,
+                )
             return batch
         except StopIteration:
             self._end()
-            self._warn_of_failures()
+            self._warn_at_end()
             raise
         except BaseException:
             if self._progress is not None:
@@ -111,15 +122,21 @@ class LoaderIterator(Iterator[Any]):
         """Return when each chunk was submitted, started, loaded and delivered: the last 4,096, a span each."""
         return self._batches.trace.timeline()
 
-    def _warn_of_failures(self) -> None:
-        failures = self._batches.trace.failures
+    def _warn_at_end(self) -> None:
+        failures, had_batches, self._had_batches = self._batches.trace.failures, self._had_batches, False
+        if had_batches and not self._yielded and not failures:
+            warnings.warn(
+                "this epoch was empty, and an earlier one was not: the IterableDataset can be iterated only once. Let "
+                "its __iter__ return a new iterator each time",
+                stacklevel=3,
+            )
         if failures and not self._warned:
             self._warned = True
             first = failures[0]
             error = f"{type(first.error).__name__}: {first.error}"
             warnings.warn(
                 f"left out of this epoch: {len(failures)} {'sample' if len(failures) == 1 else 'samples'} that failed; "
-                f"see loader.failures. The first, dataset[{brief(first.index)}]: {error[:200]}",
+                f"see loader.failures. The first, index {brief(first.index)}: {error[:200]}",
                 stacklevel=3,
             )
 
@@ -133,114 +150,3 @@ class LoaderIterator(Iterator[Any]):
         """Give up what is under way. Idempotent."""
         self._batches.close()
         self._end()
-
-
-class InProcess(Iterator[Any]):
-    """Load each chunk when it is asked for, in this process, with the contents that workers would give.
-
-    ``random``, NumPy and torch are left as they were found.
-
-    Args:
-        plan: What to load.
-        select: What to yield of a batch.
-        policy: What becomes of chunks that fail.
-    """
-
-    under_way = 0
-
-    def __init__(self, plan: BatchPlan, select: Callable[[Batch[Any]], Any], policy: Policy = NO_POLICY) -> None:
-        self.trace = Trace(Trace())
-        self._select = select
-        chunks = iter(plan)
-        # Begin now: what the sampler draws belongs to the moment of iter().
-        self._chunks = itertools.chain(list(itertools.islice(chunks, 1)), chunks)
-        self._payload = Payload(plan.dataset, plan.collate_fn, plan.collates, None, 0, policy)
-        self._closed = False
-        self.trace.started()
-
-    def __next__(self) -> Any:
-        """Load the next chunk.
-
-        Raises:
-            ClosedError: The iterator was closed.
-            Exception: What the user's code raised, with a note that names the sample.
-        """
-        if self._closed:
-            raise ClosedError("this iterator was closed; start a new one with iter(loader)")
-        requested = time.perf_counter()
-        while True:
-            try:
-                chunk = next(self._chunks)
-            except BaseException:
-                self.trace.wait(requested)
-                self.trace.end()
-                raise
-            record = Record(chunk.number)
-            self.trace.submit(record)
-            try:
-                loaded = self._load(chunk, record)
-                batch = None if loaded is None else self._select(loaded)
-            except BaseException as error:
-                self.trace.hand_over(record, type(error).__name__)
-                raise
-            else:
-                failed = type(self.trace.failures[-1].error).__name__ if loaded is None else None
-                self.trace.hand_over(record, failed)
-                if loaded is not None:
-                    return batch
-            finally:
-                self.trace.deliver(record, requested)
-
-    def _load(self, chunk: Chunk, record: Record) -> Batch[Any] | None:
-        """Return the chunk's batch; None if every sample of it was left out."""
-        for number in itertools.count(1):
-            started = time.perf_counter()
-            attempt = Attempt(chunk.number, self._payload.policy, number)
-            try:
-                with seeds(chunk.seed):
-                    data = fetch(self._payload, chunk.indices, attempt)
-            except Again:
-                self.trace.again(died=False)
-            except Located as located:
-                raise _raisable(located) from located.error.__cause__
-            else:
-                kept = self._note_failures(chunk, attempt)
-                return None if data is NOTHING else Batch(chunk.number, kept, data)
-            finally:
-                self.trace.arrive(record, None, started, time.perf_counter(), 0)
-        raise AssertionError
-
-    def _note_failures(self, chunk: Chunk, attempt: Attempt) -> Any:
-        """Note what an attempt has left out, and return the indices of the rest."""
-        if not attempt.failed:
-            return chunk.indices
-        indices = list(chunk.indices) if self._payload.collates else [chunk.indices]
-        errors: dict[int, Exception] = {}
-        for positions, located in attempt.failed:
-            error = _raisable(located)
-            errors |= {
-                position: error
-                for position in (range(len(indices)) if positions is None else positions)
-                if position not in errors
-            }
-        self.trace.failures += [
-            Failure(indices[position], chunk.number, errors[position], attempt.attempt) for position in sorted(errors)
-        ]
-        kept = [index for position, index in enumerate(indices) if position not in errors]
-        return kept if self._payload.collates else chunk.indices
-
-    def close(self) -> None:
-        """Load no more. Idempotent."""
-        self._closed = True
-        self.trace.end()
-
-
-def _raisable(located: Located) -> Any:
-    """Return what the user's code raised, with a note that says where; in another class if it would end a loop."""
-    error, where = located.error, f"In fifobatch, {located}."
-    if isinstance(error, (StopIteration, StopAsyncIteration)):  # would end the loop without a word
-        failure = SampleError(f"{type(error).__name__}: {error}\n{where}")
-        failure.__cause__ = error
-        return failure
-    error.add_note(where)
-    return error

@@ -21,16 +21,17 @@ from fifobatch.attempt import NO_POLICY, Policy
 from fifobatch.completion import BatchFuture, Completions
 from fifobatch.engine import CANCEL, FINISH, GIVE_UP, Engine
 from fifobatch.errors import PlanError
-from fifobatch.fetch import Payload
+from fifobatch.fetch import Payload, StreamOptions
 from fifobatch.flight import Run
 from fifobatch.measures import Span, Statistics
-from fifobatch.plan import Batch, BatchPlan, Chunk
+from fifobatch.plan import Batch, BatchPlan, Chunk, Passing
 from fifobatch.pool import cpu_count, loky_pool
+from fifobatch.streams import Lanes
 from fifobatch.supervisor import supervise
 from fifobatch.trace import Trace
 from fifobatch.window import Window, check_count
 
-__all__ = ["BatchExecutor", "may_have_children", "shared_executor"]
+__all__ = ["BatchExecutor", "check_timeout", "may_have_children", "shared_executor"]
 
 
 class BatchExecutor:
@@ -143,6 +144,9 @@ class BatchExecutor:
         policy: Policy = NO_POLICY,
         prepare: Callable[[Batch[Any]], Batch[Any]] | None = None,
         owner: object = None,
+        split: str = "auto",
+        prefetch_factor: int | None = None,
+        stacklevel: int = 2,
     ) -> Completions:
         """Do what `as_completed` does, with a window of any kind; the engine under `FifoLoader`.
 
@@ -156,11 +160,24 @@ class BatchExecutor:
             prepare: Done to each batch before it is delivered, in a thread of its own.
             owner: Whoever will iterate the same dataset again (``plan`` if None): what was shipped for it stays shipped
                 as long as it lives, so that workers keep their copy if nothing has changed.
+            split: Who reads what of an ``IterableDataset``; see `FifoLoader`.
+            prefetch_factor: How many batches may be asked for at once of each lane of it; by ``window`` if None.
+            stacklevel: Of the warning that lanes read the same.
 
         Raises:
             ClosedError, PlanError: As `as_completed`.
         """
         trace = Trace(self._engine.trace)
+        if plan.is_stream and split != "parent" and self.has_own_workers:
+            count = num_workers or self.max_workers
+            stream = StreamOptions(plan.batch_size, plan.drop_last, split == "stride")
+            payload = self._payload(plan, count, worker_init_fn, policy)._replace(dataset=plan.dataset, stream=stream)
+            of_lanes = self._engine.start_run(payload, plan.seed, window.size, trace, plan.epoch)
+            self._latest[plan if owner is None else owner] = of_lanes
+            per_lane = prefetch_factor or -(-window.size // count)
+            lanes = Lanes(count, per_lane, window.max_skew is not None, plan.seed, plan.epoch)
+            warn = stacklevel if split == "auto" else None
+            return Completions(lanes, of_lanes, window, select, trace, self, prepare, warn)
         chunks = iter(plan)
         first = list(itertools.islice(chunks, 1))  # a plan without chunks pickles and starts nothing
         run = None
@@ -189,7 +206,7 @@ class BatchExecutor:
         policy: Policy = NO_POLICY,
     ) -> Payload:
         return Payload(
-            dataset=plan.dataset,
+            dataset=Passing() if plan.is_stream else plan.dataset,
             collate_fn=plan.collate_fn,
             collates=plan.collates,
             worker_init_fn=worker_init_fn or self.worker_init_fn,
@@ -265,3 +282,13 @@ def shared_executor(
     if worker_init_fn is not None and not shared.has_own_workers:
         raise ValueError(f"worker_init_fn={worker_init_fn!r} cannot run in the workers of executor={executor!r}")
     return shared
+
+
+def check_timeout(timeout: float, num_workers: int, shared: BatchExecutor | None) -> None:
+    """Raise ValueError if a loader cannot keep its ``timeout``: nobody can be killed, or it is no number of seconds."""
+    if not timeout <= threading.TIMEOUT_MAX:
+        raise ValueError(f"timeout={timeout!r}: give seconds, or 0 for ever")
+    if timeout > 0 and num_workers == 0:
+        raise ValueError(f"timeout={timeout} needs worker processes: loading in this process cannot time out")
+    if timeout > 0 and shared is not None and not shared.has_own_workers:
+        raise ValueError(f"timeout={timeout} needs fifobatch's own workers: those of an executor passed in go on")

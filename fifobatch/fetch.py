@@ -19,7 +19,21 @@ from fifobatch.arena import Room
 from fifobatch.attempt import COLLATING, LISTING, NO_POLICY, Attempt, Policy, brief
 from fifobatch.pickling import IN_BAND_BYTES
 
-__all__ = ["ABANDONED", "NOTHING", "Payload", "fetch", "seed_all", "seeds", "size_of"]
+__all__ = ["ABANDONED", "NOTHING", "Payload", "StreamOptions", "collated", "fetch", "seed_all", "seeds", "size_of"]
+
+
+class StreamOptions(NamedTuple):
+    """How a lane makes batches of an ``IterableDataset``.
+
+    Attributes:
+        batch_size: Samples a batch; None for single samples, uncollated.
+        drop_last: Whether a last batch that is not full is left out.
+        stride: Whether each of n lanes keeps every n-th sample only.
+    """
+
+    batch_size: int | None
+    drop_last: bool
+    stride: bool
 
 
 class Payload(NamedTuple):
@@ -31,6 +45,7 @@ class Payload(NamedTuple):
     worker_init_fn: Callable[[int], None] | None
     num_workers: int
     policy: Policy = NO_POLICY
+    stream: StreamOptions | None = None
 
 
 ABANDONED = object()  # instead of a batch: nobody wants it any more
@@ -58,12 +73,31 @@ def fetch(plan: Payload, indices: Any, attempt: Attempt, room: Room | None = Non
         samples, loaded = _load_each(plan.dataset, indices, attempt)
     if samples is ABANDONED or samples is NOTHING:
         return samples
+    return collated(plan, samples, loaded, attempt, lambda: f"chunk {attempt.number} (indices {brief(loaded)})", room)
+
+
+def collated(
+    plan: Payload, samples: Any, indices: Any, attempt: Attempt, chunk: Callable[[], str], room: Room | None
+) -> Any:
+    """Return what ``collate_fn`` makes of ``samples``; `NOTHING` if it fails and they are left out.
+
+    Args:
+        plan: Has the function.
+        samples: A list of samples, or a single one where nothing is collated.
+        indices: Their indices.
+        attempt: Which try it is.
+        chunk: Says in words which chunk it is.
+        room: Where torch's default collate_fn makes its tensors.
+
+    Raises:
+        Again: It is to be tried again.
+        Located: From whatever it raises.
+    """
     attempt.at(COLLATING)
     try:
         return _collate(plan, samples, room)
     except BaseException as error:  # whatever it is, it gets its place and goes on
-        where = f"collate_fn, chunk {attempt.number} (indices {brief(loaded)}){_unequal(samples, loaded)}"
-        attempt.fail(None, error, where)
+        attempt.fail(None, error, f"collate_fn, {chunk()}{_unequal(samples, indices)}")
         return NOTHING
 
 

@@ -13,6 +13,7 @@ from fifobatch.attempt import COLLATING, LISTING, PACKING, SETTING_UP, Policy, b
 from fifobatch.board import START
 from fifobatch.completion import BatchFuture
 from fifobatch.errors import ChunkTimeoutError, WorkerDiedError
+from fifobatch.fetch import StreamOptions
 from fifobatch.plan import Batch, Chunk, Failure
 from fifobatch.pool import WorkerPool
 from fifobatch.shipping import Shipment
@@ -36,6 +37,9 @@ class Run:
         flag: Its place on the board; 0 is never set, for chunks submitted one by one.
         policy: What becomes of chunks that fail.
         collates: Whether a chunk's indices are a list.
+        stream: How lanes make batches of a stream; None where chunks say what to load.
+        lanes: How many lanes there are; 0 likewise.
+        epoch: The epoch's number.
         trace: Where to note what happens.
         submit: Starts loading a chunk of it.
         abandon: Gives up what is still under way of it, without a lock.
@@ -49,6 +53,9 @@ class Run:
         flag: int,
         policy: Policy,
         collates: bool,
+        stream: StreamOptions | None,
+        lanes: int,
+        epoch: int,
         trace: Trace,
         submit: "Callable[[Run, Chunk], BatchFuture]",
         abandon: "Callable[[Run], None]",
@@ -59,6 +66,11 @@ class Run:
         self.flag = flag
         self.policy = policy
         self.collates = collates
+        self.stream = stream
+        self.lanes = lanes
+        self.epoch = epoch
+        self.key = next(_keys)
+        self.ended_lanes: set[int] = set()  # that have killed their process
         self.trace = trace
         self.over = False
         self._submit = submit
@@ -124,6 +136,8 @@ class Flight:
             how: Which worker, and how it ended.
         """
         self._died += step != START
+        if self.run.lanes:
+            return self._lane_died(step, how)
         if not self.suspect:
             self.suspect = self.singly = True
             return None
@@ -133,6 +147,27 @@ class Flight:
         times = self._deaths.pop(step) + (step != START)
         error = WorkerDiedError(f"{self._describe(step)} ended its worker process {times} times: {how} ({self._chunk})")
         return self._cannot(step, error, self.attempt - 1 + self._died)
+
+    def _lane_died(self, step: int, how: str) -> Exception | None:
+        """As `died`, of a stream: its lane starts again and skips what was delivered; it cannot skip what kills it."""
+        self._deaths[step] += 1
+        if self._deaths[step] < (FRUITLESS_STARTS if step == START else max(3, 1 + self.run.policy.retries)):
+            return None
+        return self._end_lane(
+            WorkerDiedError(
+                f"{self._describe(step)} ended its worker process {self._deaths[step]} times: {how} ({self._chunk})"
+            )
+        )
+
+    def _end_lane(self, error: Exception) -> Exception:
+        self.future.is_last = True
+        self.run.ended_lanes.add(self.lane)
+        return error
+
+    @property
+    def lane(self) -> int:
+        """The lane of the stream that it is a batch of."""
+        return self.future.chunk.number % self.run.lanes
 
     def timed_out(self, step: int, pid: int, seconds: float, stack: str) -> "Batch[Any] | Exception | None":
         """Note that it was over its time, and its worker was killed for it.
@@ -162,6 +197,8 @@ class Flight:
 
     def _cannot(self, step: int, error: Exception, attempts: int) -> "Batch[Any] | Exception | None":
         """Return what becomes of it if this step cannot be done."""
+        if self.run.lanes:
+            return self._end_lane(error)
         if not self.run.policy.skip or step in (START, SETTING_UP):
             return error
         if step == LISTING:
@@ -171,6 +208,32 @@ class Flight:
             return self.without([(None, error)], None, attempts)
         self.left_out[step] = self._failure(step, error, attempts)
         return None if len(self.left_out) < len(self._indices) else self.without([], None, attempts)
+
+    def of_lane(
+        self, share: tuple[Any, int, bool, bool], failed: Iterable[tuple[tuple[int, ...] | None, Exception]]
+    ) -> Batch[Any]:
+        """Return the batch of a stream.
+
+        Args:
+            share: What the worker says: a `lane.Share`.
+            failed: As of `without`.
+        """
+        data, samples, is_last, is_split = share
+        options = self.run.stream
+        assert options is not None
+        number, future = self.future.chunk.number, self.future
+        first = number // self.run.lanes * (options.batch_size or 1)
+        step, start = (self.run.lanes, self.lane) if options.stride else (1, 0)
+        indices = [start + step * position for position in range(first, first + samples + 1)]
+        future.failures = [
+            Failure(indices[position], number, error, self.attempt + self._died)
+            for positions, error in failed
+            for position in (range(samples) if positions is None else positions)
+        ]
+        future.is_last, future.is_split = is_last, is_split or not samples
+        future.is_empty = bool(future.failures) and data is None
+        future.is_void = not samples and not future.failures
+        return Batch(number, indices[:samples] if self.run.collates else indices[0], data)
 
     def without(
         self, failed: Iterable[tuple[tuple[int, ...] | None, Exception]], data: Any, attempts: int | None = None
@@ -204,9 +267,13 @@ class Flight:
 
     @property
     def _chunk(self) -> str:
+        if self.run.lanes:
+            return f"batch {self.future.chunk.number}; this lane is over"
         return f"chunk {self.future.chunk.number}, indices {brief(self.future.chunk.indices)}"
 
     def _describe(self, step: int) -> str:
+        if step >= 0 and self.run.lanes:
+            return f"item {step} of lane {self.lane}"
         if step >= 0:
             return f"dataset[{brief(self._indices[step])}]"
         return {

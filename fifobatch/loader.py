@@ -9,7 +9,6 @@ torch checks the arguments and builds the samplers; what is replaced is the iter
 Without workers, or where this process may not have children, `InProcess` loads in this process instead.
 """
 
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -23,13 +22,15 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from fifobatch import server, summary
 from fifobatch.attempt import Policy
 from fifobatch.completion import BatchFuture, Completions
-from fifobatch.epoch import InProcess, LoaderIterator, pinning
+from fifobatch.epoch import LoaderIterator, pinning
 from fifobatch.errors import PlanError
-from fifobatch.executor import BatchExecutor, may_have_children, shared_executor
+from fifobatch.executor import BatchExecutor, check_timeout, may_have_children, shared_executor
+from fifobatch.inprocess import InProcess
 from fifobatch.measures import Span, Statistics
-from fifobatch.plan import Batch, BatchPlan, Failure, refuse_iterable
+from fifobatch.plan import Batch, BatchPlan, Failure
 from fifobatch.pool import cpu_count
 from fifobatch.progress import Progress, check_options
+from fifobatch.streams import SPLITS
 from fifobatch.trace import Trace
 from fifobatch.window import Window, check_count
 
@@ -70,9 +71,13 @@ class FifoLoader(DataLoader[T_co]):
         progress: Show a tqdm bar; a dict gives tqdm's arguments.
         executor: A `BatchExecutor` to share with other loaders, or any `concurrent.futures.Executor`, instead of
             workers of this loader's own. It is not shut down here.
+        split: Who reads what of an ``IterableDataset``. ``"none"``: each worker reads what the dataset yields there, as
+            in torch; it has to be a share, by ``get_worker_info()``. ``"auto"`` does the same, and warns if the dataset
+            never looks there. ``"stride"``: each of n workers reads all, and keeps every n-th sample. ``"parent"``:
+            this process reads, and workers collate (so it is on other executors).
 
     Raises:
-        PlanError: ``dataset`` is an ``IterableDataset``, or ``multiprocessing_context`` is given.
+        PlanError: ``multiprocessing_context`` is given.
         TypeError, ValueError: An argument or combination that cannot be; where torch checks it, in torch's words.
     """
 
@@ -104,8 +109,8 @@ class FifoLoader(DataLoader[T_co]):
         on_error: str = "raise",
         progress: bool | Mapping[str, Any] = False,
         executor: BatchExecutor | Executor | None = None,
+        split: str = "auto",
     ) -> None:
-        refuse_iterable(dataset)
         if multiprocessing_context is not None:
             raise PlanError(
                 f"multiprocessing_context={multiprocessing_context!r}: fifobatch's workers come from a fork server of "
@@ -121,14 +126,9 @@ class FifoLoader(DataLoader[T_co]):
             if value is not None and not callable(value):
                 raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a function or leave it out")
         check_options(progress)
-        if not timeout <= threading.TIMEOUT_MAX:
-            raise ValueError(f"timeout={timeout!r}: give seconds, or 0 for ever")
-        if timeout > 0 and num_workers == 0:
-            raise ValueError(f"timeout={timeout} needs worker processes: loading in this process cannot time out")
-        if timeout > 0 and shared is not None and not shared.has_own_workers:
-            raise ValueError(
-                f"timeout={timeout} needs workers of fifobatch's own: those of {executor!r} cannot be killed"
-            )
+        check_timeout(timeout, num_workers, shared)
+        if split not in SPLITS:
+            raise ValueError(f"split={split!r}: give one of {', '.join(map(repr, SPLITS))}")
         Policy.of(retries, retry_on, on_error, timeout)
         self.retries = retries
         self.retry_on = retry_on
@@ -138,9 +138,11 @@ class FifoLoader(DataLoader[T_co]):
         self.max_bytes = max_bytes
         self.progress = progress
         self.executor = executor
+        self.split = split
         self._shared = shared
         self._epoch = 0
         self._warned_pinning = False
+        self._had_batches = False
         self._trace = Trace()
         self._start_afresh()
         super().__init__(
@@ -235,6 +237,7 @@ class FifoLoader(DataLoader[T_co]):
         # torch draws at the first epoch only; here epochs do not depend on where they are loaded.
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
         plan = BatchPlan.of_loader(self, seed, self._epoch)
+        self._had_batches |= plan.is_stream and self._trace.delivered > 0
         progress = self._make_progress()
         try:
             batches, executor = self._load(plan, select)
@@ -243,7 +246,9 @@ class FifoLoader(DataLoader[T_co]):
                 progress.close()
             raise
         ends = None if executor in (self._shared, self._own) else executor
-        iterator = LoaderIterator(batches, self._length(), progress, ends)
+        length = self._length()
+        most = length + max(0, self.num_workers - 1) if plan.is_stream and length is not None else None  # a rest each
+        iterator = LoaderIterator(batches, length, progress, ends, most, self._had_batches)
         self._trace = batches.trace
         self._iterators.add(iterator)
         return iterator
@@ -263,6 +268,9 @@ class FifoLoader(DataLoader[T_co]):
             policy=self._policy,
             prepare=pinning() if self._pins() else None,
             owner=self,
+            split=self.split,
+            prefetch_factor=self.prefetch_factor,
+            stacklevel=3,
         )
         if self._end_lease is None and executor.has_own_workers and batches.under_way:
             # The fork server stays warm as long as this loader may want it again.

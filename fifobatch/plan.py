@@ -5,6 +5,7 @@ read one chunk at a time, and a sequential plan over 10**9 samples costs nothing
 """
 
 import hashlib
+import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from fifobatch.errors import PlanError
 
-__all__ = ["Batch", "BatchPlan", "Chunk", "Failure"]
+__all__ = ["Batch", "BatchPlan", "Chunk", "Failure", "Passing", "StreamChunk"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -33,6 +34,24 @@ class Chunk:
     number: int
     indices: Any
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChunk(Chunk):
+    """A chunk of an ``IterableDataset`` that was read where the plan is: its ``indices`` are positions in the stream.
+
+    Attributes:
+        items: What was read: a list, or a single item where ``batch_size=None``.
+    """
+
+    items: Any
+
+
+class Passing:
+    """The dataset of such chunks: its samples are the indices."""
+
+    def __getitem__(self, item: Any) -> Any:
+        return item
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +111,8 @@ class BatchPlan(Iterable[Chunk]):
         True
 
     Args:
-        dataset: A map-style dataset: anything with ``__getitem__``, and ``__len__`` where no sampler is given.
+        dataset: A map-style dataset: anything with ``__getitem__``, and ``__len__`` where no sampler is given. Or an
+            ``IterableDataset``: then ``iter`` reads its samples, in this process, and its chunks carry them.
         batch_size: Samples a chunk; None loads single samples, uncollated.
         shuffle: Draw the indices in random order, from ``seed`` and ``epoch``.
         sampler: Iterable of indices, instead of ``shuffle``.
@@ -103,7 +123,7 @@ class BatchPlan(Iterable[Chunk]):
         epoch: Mixed into every chunk's seed, and into ``shuffle``.
 
     Raises:
-        PlanError: ``dataset`` is an ``IterableDataset``, or ``seed`` or ``epoch`` is no int.
+        PlanError: ``seed`` or ``epoch`` is no int.
         ValueError: A combination of arguments that torch's ``DataLoader`` refuses, in its words.
     """
 
@@ -119,7 +139,6 @@ class BatchPlan(Iterable[Chunk]):
         seed: int = 0,
         epoch: int = 0,
     ) -> None:
-        refuse_iterable(dataset)
         for name, value in (("seed", seed), ("epoch", epoch)):
             if not isinstance(value, int):
                 raise PlanError(f"{name}={value!r} is a {type(value).__name__}; give an int")
@@ -148,12 +167,17 @@ class BatchPlan(Iterable[Chunk]):
         self.dataset = loader.dataset
         self.collate_fn: Callable[[Any], Any] = loader.collate_fn
         self.collates = loader.batch_sampler is not None  # False: single samples, as ``batch_size=None`` asks
+        self.is_stream = isinstance(loader.dataset, IterableDataset)
+        self.batch_size = loader.batch_size
+        self.drop_last = loader.drop_last
         self.index_sampler: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self.seed = seed
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Yield the chunks, one at a time, as the sampler yields their indices."""
+        """Yield the chunks, one at a time, as the sampler (or the stream) yields their indices."""
+        if self.is_stream:
+            return self._read()
         index_sampler = self.index_sampler
         if self._shuffles is not None:
             index_sampler = self._shuffled(*self._shuffles)
@@ -161,6 +185,24 @@ class BatchPlan(Iterable[Chunk]):
             Chunk(number, _kept(indices) if self.collates else indices, chunk_seed(self.seed, self.epoch, number))
             for number, indices in enumerate(index_sampler)
         )
+
+    def _read(self) -> Iterator[Chunk]:
+        items = iter(self.dataset)
+        try:
+            for number in itertools.count():
+                seed = chunk_seed(self.seed, self.epoch, number)
+                read = list(itertools.islice(items, self.batch_size or 1))
+                first = number * (self.batch_size or 1)
+                if not read or (self.drop_last and len(read) < (self.batch_size or 1)):
+                    return
+                if self.collates:
+                    yield StreamChunk(number, list(range(first, first + len(read))), seed, read)
+                else:
+                    yield StreamChunk(number, first, seed, read[0])
+        finally:
+            close = getattr(items, "close", None)
+            if close is not None:
+                close()
 
     def _shuffled(self, batch_size: int | None, drop_last: bool) -> Iterable[Any]:
         # A sampler an iteration, so that two at once do not draw from one generator. Chunk numbers start at 0; the
@@ -170,11 +212,14 @@ class BatchPlan(Iterable[Chunk]):
         return sampler if batch_size is None else BatchSampler(sampler, batch_size, drop_last)
 
     def __len__(self) -> int:
-        """Return the number of chunks, as the sampler states it.
+        """Return the number of chunks, as the sampler (or the stream) states it.
 
         Raises:
             TypeError: The sampler has no length.
         """
+        if self.is_stream:
+            samples, size = len(self.dataset), self.batch_size or 1  # type: ignore[arg-type]  # likewise
+            return samples // size if self.drop_last else -(-samples // size)
         return len(self.index_sampler)  # type: ignore[arg-type]  # TypeError where it has none, as torch's loader
 
 
@@ -185,12 +230,3 @@ def _kept(indices: Any) -> Any:
     if isinstance(indices, (list, Set, Iterator)):
         return list(indices)
     return indices
-
-
-def refuse_iterable(dataset: object) -> None:
-    """Raise PlanError if ``dataset`` is an ``IterableDataset``: it has no indices to plan with."""
-    if isinstance(dataset, IterableDataset):
-        raise PlanError(
-            f"dataset={type(dataset).__name__}(...) is an IterableDataset, which fifobatch cannot load yet. "
-            "Give a map-style dataset (with __getitem__ and __len__), or use torch's DataLoader for this one."
-        )

@@ -86,7 +86,7 @@ class WorkerPool:
         modules: Set[str] = frozenset(),
     ) -> None:
         self._arguments = max_workers, initializer, fds, on_broken, first_number, modules
-        self._max_workers = max_workers
+        self.max_workers = max_workers
         self._initializer = initializer
         self._fds = fds
         self._on_broken = on_broken
@@ -99,9 +99,11 @@ class WorkerPool:
         self._manager: threading.Thread | None = None
         _pools.add(self)
 
-    def renewed(self) -> "WorkerPool":
-        """Return a new pool like this one; it starts with its first task."""
-        return WorkerPool(*self._arguments)
+    def renewed(self, max_workers: int | None = None, first_number: int | None = None) -> "WorkerPool":
+        """Return a new pool like this one, or of another size or with other numbers; it starts with its first task."""
+        size, initializer, fds, on_broken, first, modules = self._arguments
+        number = first if first_number is None else first_number
+        return WorkerPool(max_workers or size, initializer, fds, on_broken, number, modules)
 
     def _start(self) -> LokyPool:
         with self._lock:
@@ -109,7 +111,7 @@ class WorkerPool:
                 raise self.killed
             if self._loky is None:
                 self._loky = LokyPool(
-                    self._max_workers,
+                    self.max_workers,
                     partial(_note_deaths, self._context, self.deaths, self._on_broken),
                     context=self._context,
                     timeout=None,  # idle workers stay: their copy of the dataset is worth more than their memory

@@ -12,13 +12,14 @@ from typing import Any
 
 from fifobatch.arena import ALIGNMENT, Arena, Room
 from fifobatch.attempt import brief
+from fifobatch.elsewhere import plans_here
 from fifobatch.errors import PlanError
 from fifobatch.fetch import Payload
 from fifobatch.packages import installed_modules
 from fifobatch.pickling import Pickled, dumps, find_culprit, sent_classes
-from fifobatch.plan import Chunk
+from fifobatch.plan import Chunk, StreamChunk
+from fifobatch.tasks import Context
 from fifobatch.transport import TASK_BYTES, Parcel, holds, pack
-from fifobatch.worker import Context, plans_here
 
 __all__ = ["Shipment", "Shipments", "cannot_send", "pickle_task"]
 
@@ -103,7 +104,7 @@ def pickle_task(chunk: Chunk, left_out: tuple[int, ...]) -> Pickled:
     Raises:
         Exception: What pickling the indices raises.
     """
-    indices = chunk.indices
+    indices = chunk.items if isinstance(chunk, StreamChunk) else chunk.indices
     if type(indices) is list and all(type(index) is int for index in indices):
         # cloudpickle takes ten times longer to find nothing to do
         return Pickled(pickle.dumps((indices, left_out), 5), [])

@@ -12,11 +12,13 @@ any lock, only put messages into that inbox. Were all this done in ``next()``, a
 another future, in an ``await``) would wait for ever.
 """
 
+import contextlib
 import math
 import queue
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import BrokenExecutor
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -29,6 +31,7 @@ from fifobatch.flight import FRUITLESS_STARTS, Flight, Run
 from fifobatch.plan import Batch
 from fifobatch.pool import WorkerPool
 from fifobatch.shipping import cannot_send
+from fifobatch.worker import close_stream
 
 __all__ = ["supervise"]
 
@@ -79,6 +82,7 @@ class _Supervisor:
             if isinstance(message, Run):
                 ended_runs.append(message)
                 self._cancel(message, give_up=True)
+                self._close_stream(message)
             elif isinstance(message, Flight):
                 self._try_again(message)
             elif message == BROKEN:
@@ -119,6 +123,13 @@ class _Supervisor:
         for flight in [flight for flight in self._suspects if flight.run.over]:
             self._suspects.remove(flight)
             self._engine.settle(flight, None)
+
+    def _close_stream(self, run: Run) -> None:
+        """Have the lanes close their iterators: a generator's ``finally`` runs."""
+        for pool in list(self._engine.lanes.values()) if run.lanes else []:
+            if pool.started and pool.usable:
+                with contextlib.suppress(BrokenExecutor, RuntimeError):  # it has died, or the interpreter is exiting
+                    pool.submit(close_stream, run.key)
 
     def _try_again(self, flight: Flight) -> None:
         """Launch a chunk that has failed, or whose plan an executor that is not ours has asked for."""
@@ -174,10 +185,7 @@ class _Supervisor:
             self._settle_all(lost.values(), ClosedError, "the executor has ended")
             return
         is_main = pool is engine.pool
-        if is_main:
-            engine.pool = pool.renewed()
-        else:
-            engine.quarantine = pool.renewed()
+        engine.renew(pool)
         guilty = False
         for death, entry in deaths:
             flight = lost.pop(entry.key, None)
@@ -199,7 +207,7 @@ class _Supervisor:
                 self._settle_all(lost.values(), WorkerDiedError, f"{FRUITLESS_STARTS} times, all workers died: {how}")
                 return
         for flight in lost.values():
-            if is_main:
+            if is_main or guilty:
                 self._launch_lost(flight)
             else:
                 self._go_on(flight, flight.died(START, how), died=True)
@@ -219,6 +227,10 @@ class _Supervisor:
         self._engine.give_back(flight)
         if result is not None and not flight.run.over:
             self._engine.settle(flight, result)
+            return
+        if flight.run.lanes and flight.lane in flight.run.ended_lanes:
+            flight.future.is_void = flight.future.is_last = True
+            self._engine.settle(flight, Batch(flight.future.chunk.number, None, None))
             return
         flight.run.trace.again(died=died)
         if flight.suspect and flight is not self._confined:

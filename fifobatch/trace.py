@@ -98,6 +98,14 @@ class Trace:
                     trace._abandoned += 1
                 trace._peak_under_way = max(trace._peak_under_way, trace._under_way)
 
+    def void(self, record: Record) -> None:
+        """Note that there was nothing to load for a chunk that was submitted: its lane of a stream was over."""
+        with self._lock:
+            for trace in self._chain:
+                trace._submitted -= 1
+                if record in trace._records:
+                    trace._records.remove(record)
+
     def again(self, *, died: bool) -> None:
         """Note that a chunk is loaded again: after it failed, or because its worker died."""
         with self._lock:
@@ -190,6 +198,11 @@ class Trace:
             trace._settled = True
 
     # -- what was seen
+
+    @property
+    def delivered(self) -> int:
+        """Batches delivered so far."""
+        return self._delivered
 
     @property
     def _under_way(self) -> int:

@@ -20,8 +20,10 @@ Item = TypeVar("Item")
 class Window(Generic[Item]):
     """Counts the batches submitted and not yet yielded, and says which one to deliver next.
 
-    Chunks are numbered from 0 without gaps and are submitted in that order, so the lowest undelivered one is always
-    under way or here: whatever is held back waits for a batch that will come, and nothing deadlocks.
+    Chunks are numbered from 0. Those of a plan have no gaps and are submitted in that order; those of a stream's lanes
+    end each at a number of its own (`end`), and with ``max_skew`` they too are submitted in order. So the lowest
+    undelivered one is always under way or here: whatever is held back waits for a batch that will come, and nothing
+    deadlocks.
 
     Example:
         >>> window = Window(3, max_skew=1)
@@ -51,8 +53,12 @@ class Window(Generic[Item]):
         self.max_bytes = None if max_bytes is None else check_bytes("max_bytes", max_bytes)
         self.submitted = 0
         self.delivered = 0
-        self._low = 0  # every chunk below this number was delivered
+        self._void = 0  # submitted, but there was no such batch
+        self._loading: set[int] = set()
+        self._low = 0  # every chunk below this number was delivered, or will not come
+        self._top = 0  # every chunk submitted is below this number
         self._above: set[int] = set()  # the numbers delivered at or above _low
+        self._ends: dict[int, tuple[int, int]] = {}  # by lane: the number that is the first not to come, and the step
         self._ready: deque[tuple[int, Item]] = deque()  # may be delivered, in order of completion
         self._held: list[tuple[int, Item]] = []  # a heap: completed, but too early
         self._bytes: dict[int, int] = {}  # of what was completed and not yet delivered
@@ -61,7 +67,7 @@ class Window(Generic[Item]):
     @property
     def under_way(self) -> int:
         """Batches submitted and not yet delivered; those held back count."""
-        return self.submitted - self.delivered
+        return self.submitted - self.delivered - self._void
 
     @property
     def full(self) -> bool:
@@ -83,11 +89,14 @@ class Window(Generic[Item]):
         """Whether `deliver` has something to deliver."""
         return bool(self._ready)
 
-    def submit(self) -> int:
-        """Count one more batch as under way, and return its number."""
+    def submit(self, number: int | None = None) -> int:
+        """Count one more batch as under way, and return its number: the next one if it is not given."""
         assert not self.full, "submitted more than the window holds"
+        number = self.submitted if number is None else number
         self.submitted += 1
-        return self.submitted - 1
+        self._loading.add(number)
+        self._top = max(self._top, number + 1)
+        return number
 
     def complete(self, number: int, item: Item, size: int = 0) -> None:
         """Note that batch ``number`` has arrived, as ``item`` of ``size`` bytes.
@@ -95,14 +104,26 @@ class Window(Generic[Item]):
         Raises:
             FifobatchError: It had arrived before, or was never submitted.
         """
-        if not self._low <= number < self.submitted or number in self._above or number in self._bytes:
+        if number not in self._loading:
             raise FifobatchError(f"internal error, please report it: batch {number} came twice, or unasked ({self!r})")
+        self._loading.remove(number)
         self._bytes[number] = size
         self._largest = max(size, self._largest or 0)
         if self._may_go(number):
             self._ready.append((number, item))
         else:
             heapq.heappush(self._held, (number, item))
+
+    def cancel(self, number: int) -> None:
+        """Note that there is no batch ``number``, which was submitted: it is no longer under way."""
+        self._loading.remove(number)
+        self._void += 1
+
+    def end(self, number: int, step: int) -> None:
+        """Note that a lane ends: neither batch ``number`` nor any that follows it in steps of ``step`` will come."""
+        before, _ = self._ends.get(number % step, (number, step))
+        self._ends[number % step] = min(number, before), step
+        self._advance()
 
     def deliver(self) -> tuple[int, Item]:
         """Take the next batch to deliver: the first completed of those that ``max_skew`` lets go.
@@ -115,13 +136,20 @@ class Window(Generic[Item]):
         number, item = self._ready.popleft()
         self.delivered += 1
         del self._bytes[number]
-        self._above.add(number)
-        while self._low in self._above:
-            self._above.remove(self._low)
+        if self.max_skew is not None:
+            self._above.add(number)
+            self._advance()
+        return number, item
+
+    def _advance(self) -> None:
+        while self._low < self._top and (self._low in self._above or self._will_not_come(self._low)):
+            self._above.discard(self._low)
             self._low += 1
         while self._held and self._may_go(self._held[0][0]):
             self._ready.append(heapq.heappop(self._held))
-        return number, item
+
+    def _will_not_come(self, number: int) -> bool:
+        return any(number >= first and number % step == first % step for first, step in self._ends.values())
 
     def check(self) -> None:
         """Check the ledger at the end: every batch submitted was delivered, once.
@@ -129,13 +157,13 @@ class Window(Generic[Item]):
         Raises:
             FifobatchError: It was not.
         """
-        if self._low != self.submitted or self._above or self._bytes:
+        if self.under_way or self._loading or self._bytes:
             raise FifobatchError(f"internal error, please report it: not every batch was delivered ({self!r})")
 
     def __repr__(self) -> str:
         return (
-            f"<Window: {self.submitted} submitted, {self.delivered} delivered: all below {self._low}, and "
-            f"{sorted(self._above)}; {sorted(self._bytes)} have come>"
+            f"<Window: {self.submitted} submitted, {self.delivered} delivered; loading {sorted(self._loading)}, "
+            f"loaded {sorted(self._bytes)}>"
         )
 
     def _may_go(self, number: int) -> bool:

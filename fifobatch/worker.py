@@ -16,119 +16,38 @@ Errors leave as a packed `Report`.
 
 import contextlib
 import faulthandler
-import importlib
 import os
-import pickle
-import platform
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from multiprocessing import connection, current_process, parent_process
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils.data
 from torch.utils.data._utils import worker as _torch_worker
 
-from fifobatch import filters
 from fifobatch.arena import Arena, Room
 from fifobatch.attempt import PACKING, SETTING_UP, Again, Attempt, Located, brief
 from fifobatch.board import Board, Record
-from fifobatch.fetch import ABANDONED, NOTHING, Payload, fetch, seed_all, size_of
-from fifobatch.filters import Filter
+from fifobatch.fetch import ABANDONED, NOTHING, Payload, fetch, seed_all
+from fifobatch.lane import Lane, WatchedInfo
 from fifobatch.pickling import Pickled, Report, dumps, loads_sent, report
+from fifobatch.plan import chunk_seed
 from fifobatch.serve import leave_to_parent
-from fifobatch.transport import Parcel, pack, read, unpack_private
+from fifobatch.tasks import Answer, Context, Task
+from fifobatch.transport import pack, read, unpack_private
 
-__all__ = ["Answer", "Context", "Task", "initialize", "load", "load_elsewhere"]
-
-
-class Context(NamedTuple):
-    """What surrounds the parent at the moment of ``iter()``, and holds in the worker while it loads."""
-
-    path: list[str]
-    directory: str | None
-    environment: dict[str, str]
-    filters: list[Filter]
-
-    @classmethod
-    def now(cls) -> "Context":
-        """Return this process's own."""
-        try:
-            directory = os.getcwd()
-        except FileNotFoundError:  # it was deleted
-            directory = None
-        return cls(list(sys.path), directory, dict(os.environ), filters.current())
-
-    def apply(self) -> None:
-        """Make it this process's own."""
-        sys.path[:] = self.path
-        os.environ.clear()
-        os.environ.update(self.environment)
-        if self.directory is not None and os.path.isdir(self.directory):
-            os.chdir(self.directory)
-        importlib.invalidate_caches()
-        filters.install(self.filters)
-
-
-class Task(NamedTuple):
-    """One chunk to load, on a pool of ours. All of it is small; ``indices`` lie in the slot where they are not.
-
-    Attributes:
-        payload_token: Names the `Payload`.
-        payload: Its parcel.
-        context_token: Names the `Context`.
-        context: Its parcel.
-        alive: Tokens still in use: copies of others are dropped.
-        run: The run's flag on the board.
-        base_seed: The epoch's base seed, for ``get_worker_info().seed``.
-        number: The chunk's number.
-        seed: The chunk's seed.
-        indices: The parcel of the chunk's indices, and of the positions of those that are left out.
-        slot: Where the batch goes.
-        slot_size: How many bytes of the slot have their pages already.
-        key: Names the chunk on the board.
-        attempt: Which try it is, from 1.
-        singly: Whether to load one sample at a time, to find out which one it is that kills.
-    """
-
-    payload_token: int
-    payload: Parcel
-    context_token: int
-    context: Parcel
-    alive: tuple[int, ...]
-    run: int
-    base_seed: int
-    number: int
-    seed: int
-    indices: Parcel
-    slot: int
-    slot_size: int
-    key: int
-    attempt: int
-    singly: bool
-
-    def to_bytes(self) -> bytes:
-        """Pickle it without naming classes: 2 us instead of 14, or 50 with cloudpickle."""
-        return pickle.dumps([tuple(field) if isinstance(field, Parcel) else field for field in self], 5)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "Task":
-        """Undo `to_bytes`."""
-        task = cls(*pickle.loads(data))
-        parcels = (Parcel(*task.payload), Parcel(*task.context), Parcel(*task.indices))
-        return task._replace(payload=parcels[0], context=parcels[1], indices=parcels[2])
-
-
-# What comes back of a task: ("batch", it), ("partial", (what is left of it, what was left out)), ("error", its Report),
-# ("again", None), ("abandoned", None) or, where only the token was sent, ("unknown", None): send the payload too. From
-# pools of ours, these are parcels, as plain tuples. The third part are arguments of `Trace.arrive`: who loaded it, from
-# when to when, and the size of what was packed.
-Mark = tuple[Hashable, float, float, int]
-Answer = tuple[str, Any, Mark]
+__all__ = [
+    "close_stream",
+    "initialize",
+    "load",
+    "located_report",
+    "reports",
+]
 
 
 class _Worker:
@@ -143,6 +62,8 @@ class _Worker:
         self.stack = self.record.open_stack()
         self.payloads: dict[int, Payload] = {}
         self.context: int | None = None
+        self.lanes: dict[int, Lane] = {}  # by stream
+        self.info: WatchedInfo | None = None  # of a lane
 
     def plan(self, task: Task) -> Payload:
         """Return this process's copy of the task's plan, in the context that the plan was made in."""
@@ -159,6 +80,26 @@ class _Worker:
         self._introduce(payload, task)
         return payload
 
+    def lane(self, plan: Payload, task: Task) -> Lane:
+        """Return this process's lane of the task's stream."""
+        if task.stream not in self.lanes:
+            number = task.number % plan.num_workers
+
+            def seed(batch: int) -> None:
+                seed_all(chunk_seed(task.base_seed, task.epoch, batch * plan.num_workers + number))
+
+            self.lanes[task.stream] = Lane(plan, number, seed, lambda: self.info is not None and self.info.was_read)
+        return self.lanes[task.stream]
+
+    def close_lane(self, stream: int) -> None:
+        """Close the iterator of a stream's lane, if this process has it."""
+        lane = self.lanes.pop(stream, None)
+        if lane is not None:
+            try:
+                lane.close()
+            except BaseException:  # the user's `finally`: nobody waits for this lane any more, so it is told to stderr
+                traceback.print_exc()
+
     def _install(self, task: Task) -> Payload:
         try:
             payload: Payload = loads_sent(*unpack_private(self.arena, task.payload))
@@ -166,20 +107,27 @@ class _Worker:
             raise Located("unpickling the dataset", error) from None
         if payload.worker_init_fn is not None:
             self._introduce(payload, task)
-            seed_all(task.base_seed + self.number)  # as torch seeds a worker, for recipes that read initial_seed()
+            number = self._id(payload, task)
+            seed_all(task.base_seed + number)  # as torch seeds a worker, for recipes that read initial_seed()
             try:
-                payload.worker_init_fn(self.number)
+                payload.worker_init_fn(number)
             except BaseException as error:  # likewise
-                raise Located(f"worker_init_fn({self.number})", error) from None
+                raise Located(f"worker_init_fn({number})", error) from None
         return payload
 
     def _introduce(self, payload: Payload, task: Task) -> None:
-        _torch_worker._worker_info = _torch_worker.WorkerInfo(
-            id=self.number % payload.num_workers,  # one in quarantine stands in for another
-            num_workers=payload.num_workers,
-            seed=task.base_seed + self.number,
-            dataset=payload.dataset,
-        )
+        number = self._id(payload, task)
+        arguments = (number, payload.num_workers, task.base_seed + number, payload.dataset)
+        if not task.stream:
+            _torch_worker._worker_info = _torch_worker.WorkerInfo(*arguments)
+            return
+        was_read = self.info is not None and self.info.was_read
+        self.info = _torch_worker._worker_info = WatchedInfo(*arguments)
+        object.__setattr__(self.info, "was_read", was_read)
+
+    def _id(self, payload: Payload, task: Task) -> int:
+        """Return the id that datasets see: the lane's, or the worker's; one in quarantine stands in for another."""
+        return (task.number if task.stream else self.number) % payload.num_workers
 
 
 _worker: _Worker | None = None
@@ -266,101 +214,93 @@ def load(data: bytes) -> Answer:
     started = time.perf_counter()
     task = Task.from_bytes(data)
     worker.record.begin(task.key, SETTING_UP)
-    where = f"preparing chunk {task.number}"
     worker.arena.expect(task.slot, task.slot_size)
     room = Room(worker.arena, task.slot)
 
     def answer(kind: str, pickled: Pickled | None = None) -> Answer:
         body = None if pickled is None else tuple(pack(pickled, room))
         size = 0 if pickled is None else pickled.nbytes
-        return kind, body, (worker.number, started, time.perf_counter(), size)
+        number = task.number % plan.num_workers if plan is not None and task.stream else worker.number
+        return kind, body, (number, started, time.perf_counter(), size)
 
+    kind = plan = None
     try:
         if worker.board[task.run]:
+            worker.close_lane(task.stream)
             return answer("abandoned")
         plan = worker.plan(task)
         indices, left_out = loads_sent(*read(worker.arena, task.indices))
         attempt = _Attempt(worker, task, plan, left_out)
         with _running(worker, plan.policy.timeout):
-            seed_all(task.seed)
-            batch = fetch(plan, indices, attempt, room)
-            _end_if_forked(worker, None)
-            if batch is ABANDONED:
-                return answer("abandoned")
-            attempt.at(PACKING)
-            where = f"packing the batch of chunk {task.number} (indices {brief(indices)})"
-            try:
-                if batch is not NOTHING and not attempt.failed:
-                    return answer("batch", dumps(batch, to_parent=True))
-            except BaseException as error:  # whatever pickling the user's objects raises, or no memory
-                attempt.fail(None, error, where)
-                batch = NOTHING
-            left_out = [(positions, _report(located, where)) for positions, located in attempt.failed]
-            return answer("partial", dumps((None if batch is NOTHING else batch, left_out), to_parent=True))
+            if task.stream:
+                kind, pickled = _load_share(worker, task, plan, attempt, room)
+            else:
+                kind, pickled = _load_chunk(worker, task, plan, attempt, indices, room)
+            return answer(kind, pickled)
     except Again:
         return answer("again")
     except BaseException as error:  # the process boundary: what the user's code raises must not break the pool
         _end_if_forked(worker, error)
-        told = _report(error, where)
+        told = located_report(error, f"{'preparing' if kind is None else 'packing the batch of'} chunk {task.number}")
         try:
             return answer("error", dumps(told))
         except OSError:  # no memory even for that: what goes through the pipe has to do
             return answer("error", dumps(told._replace(pickled=None, text=told.text[:400], note=told.note[:400])))
 
 
-# Plans of this very process, by token: an executor that stays in the process (threads) needs no copy.
-plans_here: dict[int, Payload] = {}
-_plans_elsewhere: dict[int, Payload] = {}
+def _load_chunk(
+    worker: _Worker, task: Task, plan: Payload, attempt: Attempt, indices: Any, room: Room
+) -> tuple[str, Pickled | None]:
+    """Return kind and contents of the answer."""
+    seed_all(task.seed)
+    batch = fetch(plan, indices, attempt, room)
+    _end_if_forked(worker, None)
+    if batch is ABANDONED:
+        return "abandoned", None
+    attempt.at(PACKING)
+    if batch is not NOTHING and not attempt.failed:
+        try:
+            return "batch", dumps(batch, to_parent=True)
+        except BaseException as error:  # whatever pickling the user's objects raises gets its place and goes on
+            attempt.fail(None, error, f"packing the batch of chunk {task.number} (indices {brief(indices)})")
+            batch = NOTHING
+    return "partial", dumps((None if batch is NOTHING else batch, reports(attempt)), to_parent=True)
 
 
-def load_elsewhere(
-    token: int, payload: bytes | None, alive: tuple[int, ...], chunk: tuple[int, Any, int], attempt_number: int
-) -> Answer:
-    """Load one chunk on an executor that is not ours: threads, Dask, MPI; its own transport carries the batch.
-
-    Threads share one random state, so there the chunk's seed is not applied.
-
-    Args:
-        token: Names the plan.
-        payload: The pickled `Payload`, sent again when a worker answered that it does not know the plan.
-        alive: Tokens still in use: copies of others are dropped.
-        chunk: Number, indices and seed.
-        attempt_number: Which try it is, from 1.
-    """
-    started = time.perf_counter()
-    number, indices, seed = chunk
-    where = f"preparing chunk {number}"
-
-    def answer(kind: str, body: Any, size: int = 0) -> Answer:
-        who = (platform.node(), os.getpid(), threading.get_ident())
-        return kind, body, (who, started, time.perf_counter(), size)
-
+def _load_share(worker: _Worker, task: Task, plan: Payload, attempt: Attempt, room: Room) -> tuple[str, Pickled | None]:
+    """As `_load_chunk`, of a stream."""
+    lane = worker.lane(plan, task)
     try:
-        plan = plans_here.get(token)
-        if plan is None:
-            for old in [old for old in _plans_elsewhere if old not in alive]:
-                _plans_elsewhere.pop(old, None)
-            if token not in _plans_elsewhere:
-                if payload is None:
-                    return answer("unknown", None)
-                where = "unpickling the dataset"
-                _plans_elsewhere[token] = loads_sent(payload)
-            plan = _plans_elsewhere[token]
-            seed_all(seed)
-        attempt = Attempt(number, plan.policy, attempt_number)
-        batch = fetch(plan, indices, attempt)
-        if batch is not NOTHING and not attempt.failed:
-            return answer("batch", batch, size_of(batch))
-        left_out = [(positions, _report(located, where)) for positions, located in attempt.failed]
-        rest = None if batch is NOTHING else batch
-        return answer("partial", (rest, left_out), size_of(rest))
-    except Again:
-        return answer("again", None)
-    except BaseException as error:  # the process boundary, as in `load`
-        return answer("error", _report(error, where))
+        share = lane.load(task.number // plan.num_workers, attempt, room)
+    except Located as error:
+        _end_if_forked(worker, error)
+        return "last error" if lane.is_over else "error", dumps(located_report(error, ""))
+    _end_if_forked(worker, None)
+    if share is ABANDONED:
+        return "abandoned", None
+    attempt.at(PACKING)
+    if share.data is NOTHING:
+        share = share._replace(data=None)
+    try:
+        return "share", dumps((tuple(share), reports(attempt)), to_parent=True)
+    except BaseException as error:  # as above
+        attempt.fail(None, error, f"packing batch {task.number} of {lane}")
+        return "share", dumps((tuple(share._replace(data=None)), reports(attempt)), to_parent=True)
 
 
-def _report(error: BaseException, where: str) -> Report:
+def close_stream(stream: int) -> None:
+    """Close this process's lane of a stream, in a worker process of ours: a generator's ``finally`` runs."""
+    assert _worker is not None
+    _worker.close_lane(stream)
+
+
+def reports(attempt: Attempt) -> list[tuple[tuple[int, ...] | None, Report]]:
+    """Return as plain data what an attempt has left out."""
+    return [(positions, located_report(located, "")) for positions, located in attempt.failed]
+
+
+def located_report(error: BaseException, where: str) -> Report:
+    """Return an error as plain data, with its place: its own, or else ``where``."""
     if isinstance(error, Located):
         error, where = error.error, str(error)
     return report(error, f"In fifobatch worker {os.getpid()}, {where}.")

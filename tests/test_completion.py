@@ -909,8 +909,8 @@ def test_two_loaders_share_one_executor(executor, manual):
 @pytest.fixture
 def far_away(monkeypatch: pytest.MonkeyPatch) -> Iterator[Announcing]:
     """An executor whose calls run as in another process, which knows no plan."""
-    monkeypatch.setattr("fifobatch.worker.plans_here", {})
-    monkeypatch.setattr("fifobatch.worker._plans_elsewhere", {})
+    monkeypatch.setattr("fifobatch.elsewhere.plans_here", {})
+    monkeypatch.setattr("fifobatch.elsewhere._plans_elsewhere", {})
     with seeds(0):  # such a process seeds itself for each chunk
         yield Announcing()
 

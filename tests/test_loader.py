@@ -23,7 +23,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from fifobatch import (
     Batch,
     BatchExecutor,
-    BatchPlan,
     ClosedError,
     FifobatchError,
     FifoLoader,
@@ -682,12 +681,6 @@ def test_bad_arguments_are_refused_at_construction(arguments, error, says):
     with pytest.raises(error, match=says):
         FifoLoader(range(4), **arguments)
     assert psutil.Process().children(recursive=True) == children
-
-
-def test_a_stream_is_refused_clearly():
-    for make in (FifoLoader, BatchPlan):
-        with pytest.raises(PlanError, match="Stream"):
-            make(Stream())
 
 
 def test_it_is_a_torch_loader_with_torchs_attributes():

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, SubsetRandomSampler
 
-from fifobatch import Batch, BatchPlan, Chunk, PlanError
-from fifobatch.plan import chunk_seed, refuse_iterable
+from fifobatch import Batch, BatchPlan, Chunk
+from fifobatch.plan import chunk_seed
 
 
 class Counting:
@@ -303,17 +303,6 @@ def test_len_of_a_plan_over_a_sampler_without_length_is_a_type_error(batch_size)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_iterable_dataset_is_a_plan_error_that_says_what_to_do():
-    with pytest.raises(PlanError, match=r"dataset=Endless.*IterableDataset.*map-style") as caught:
-        BatchPlan(Endless())
-    assert isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize("dataset", [range(3), [1, 2], {"a": 1}, torch.zeros(3), np.zeros(3)])
-def test_whatever_has_items_is_not_refused(dataset):
-    refuse_iterable(dataset)
 
 
 @pytest.mark.parametrize(
