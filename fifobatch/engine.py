@@ -30,10 +30,11 @@ from fifobatch.board import FLAGS, Board
 from fifobatch.completion import BatchFuture
 from fifobatch.elsewhere import load_elsewhere
 from fifobatch.errors import ClosedError, WorkerDiedError
+from fifobatch.exits import after_fork_in_child, at_exit, end_with_main_thread
 from fifobatch.fetch import Payload
 from fifobatch.flight import Flight, Run
 from fifobatch.plan import Batch, Chunk, StreamChunk
-from fifobatch.pool import WorkerPool, at_exit
+from fifobatch.pool import WorkerPool
 from fifobatch.shipping import Shipments, pickle_task
 from fifobatch.tasks import Answer, Context, Task
 from fifobatch.trace import Trace
@@ -211,6 +212,7 @@ class Engine:
         if self._supervisor is None:
             if self.pool is not None:
                 self._end_lease = server.servers.lease()
+            end_with_main_thread(_end_engines)
             self._supervisor = threading.Thread(
                 target=self._supervise, args=(self,), name="fifobatch-supervisor", daemon=True
             )
@@ -394,4 +396,4 @@ def _end_engines() -> None:
 
 
 at_exit(_end_engines)
-server.after_fork_in_child(_engines.clear)
+after_fork_in_child(_engines.clear)

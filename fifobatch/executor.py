@@ -86,6 +86,8 @@ class BatchExecutor:
         arena = _make_arena() if executor is None else None
         if executor is None and arena is None:
             executor = self._owned = loky_pool(self.max_workers)
+            # At exit too: loky's objects print errors if they are taken down with the interpreter.
+            weakref.finalize(self, self._owned.shutdown, wait=False)
         self._engine = Engine(self.max_workers, executor, arena, supervise)
         self._runs: weakref.WeakKeyDictionary[BatchPlan, Run] = weakref.WeakKeyDictionary()
         self._latest: weakref.WeakKeyDictionary[object, Run] = weakref.WeakKeyDictionary()

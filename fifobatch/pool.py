@@ -3,10 +3,8 @@
 Runs in the parent: `WorkerPool.submit` in the thread that iterates, done callbacks in loky's manager thread.
 
 loky is used for what it does well: queues, sentinels, and telling every future when a worker dies; `processes` says how
-its pool differs from loky's own. Two things more are done differently:
-
-- `WorkerPool.kill` kills the processes that it knows; loky's own way needs psutil, or runs ``pgrep``;
-- at interpreter exit, pools are killed *before* loky waits for their running tasks.
+its pool differs from loky's own. And `WorkerPool.kill` kills the processes that it knows; loky's own way needs psutil,
+or runs ``pgrep``.
 """
 
 import contextlib
@@ -22,10 +20,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import loky.process_executor
 
+from fifobatch.exits import after_fork_in_child
 from fifobatch.processes import Context, LokyPool
-from fifobatch.server import after_fork_in_child
 
-__all__ = ["Death", "WorkerPool", "at_exit", "cpu_count", "loky_pool"]
+__all__ = ["Death", "WorkerPool", "cpu_count", "loky_pool"]
 
 Result = TypeVar("Result")
 
@@ -132,7 +130,6 @@ class WorkerPool:
         pool = self._start()
         future: Future[Result] = pool.submit(fn, *args)
         self._manager = pool._executor_manager_thread
-        _register_exit_hook()
         return future
 
     @property
@@ -248,35 +245,13 @@ def loky_pool(max_workers: int) -> Executor:
 
 _pools: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
 _inherited_pools: list[Any] = []
-_exit_hooks: list[Callable[[], None]] = []
-_exit_hook_registered = False
-
-
-def at_exit(hook: Callable[[], None]) -> None:
-    """Have ``hook`` called at interpreter exit, before loky and threading wait for what still runs."""
-    _exit_hooks.append(hook)
-
-
-def _register_exit_hook() -> None:
-    # loky registers its own hook at its first task, and hooks run in reverse order: so ours comes after that.
-    global _exit_hook_registered
-    if not _exit_hook_registered:
-        _exit_hook_registered = True
-        threading._register_atexit(_run_exit_hooks)  # type: ignore[attr-defined]
-
-
-def _run_exit_hooks() -> None:
-    for hook in _exit_hooks:
-        hook()
 
 
 def _forget_pools() -> None:
     # In a child of os.fork() the pools are the parent's. Keep loky's objects alive, as their finalizers take locks that
-    # may be held for ever here. Keep loky's and multiprocessing's exit hooks from waking and joining what is not ours.
+    # may be held for ever here.
     for pool in list(_pools):
         _inherited_pools.append(pool._loky)
-        if pool._manager is not None:
-            loky.process_executor._threads_wakeups.pop(pool._manager, None)
         for worker in pool._context.workers.values():
             if worker._popen is not None and worker._popen.finalizer.still_active():  # None while it is being started
                 os.close(worker._popen.lifeline)  # it is to see when the parent ends, not when this child does

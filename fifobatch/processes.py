@@ -1,6 +1,6 @@
 """loky's pool as it is used here: where its processes come from, and how calls and results are written.
 
-Runs in the parent, in the thread that submits and in loky's manager thread; `ResultQueue.put` runs in the workers. Four
+Runs in the parent, in the thread that submits and in loky's manager thread; `ResultQueue.put` runs in the workers. Five
 things are done differently here, by overriding or reading what loky keeps private (so its version is bounded in
 ``setup.cfg``):
 
@@ -9,6 +9,7 @@ things are done differently here, by overriding or reading what loky keeps priva
 - processes start when there is work for one more, instead of all at the first task: two chunks start two workers, even
   if eight are allowed and nobody knows how many chunks will come (`LokyPool`);
 - they come from the fork server (`WorkerProcess`);
+- at interpreter exit loky neither waits for their tasks nor ends them (`LokyPool`);
 - the moment that loky notices a death is told, before it kills the others (`Flags`).
 """
 
@@ -16,6 +17,7 @@ import fcntl
 import pickle
 import queue
 import select
+import weakref
 from collections.abc import Callable, Set
 from multiprocessing import process
 from multiprocessing.process import BaseProcess
@@ -174,6 +176,17 @@ class LokyPool(loky.process_executor.ProcessPoolExecutor):  # type: ignore[misc]
             ctx=self._context,
         )
         self._call_queue._ignore_epipe = True  # as loky has it
+
+    def _start_executor_manager_thread(self) -> None:
+        # A daemon, and unknown to loky's exit hook: else exiting would wait for running tasks, and what the user reads
+        # in an exit function of its own would not be loaded any more. `engine` ends the pools.
+        if self._executor_manager_thread is None:
+            thread = loky.process_executor._ExecutorManagerThread(self)
+            thread.daemon = True
+            # Without loky's callback, which fails while the interpreter is taken down. Pools are ended, not dropped.
+            thread.executor_reference = weakref.ref(self)
+            self._executor_manager_thread: Any = thread
+            thread.start()
 
     def _ensure_executor_running(self) -> None:
         before = len(self._processes)

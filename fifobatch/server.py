@@ -41,10 +41,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from fifobatch.errors import FifobatchError
+from fifobatch.exits import after_fork_in_child, at_exit, end_with_main_thread
 from fifobatch.packages import install_path
 from fifobatch.serve import read_report, serve
 
-__all__ = ["ServedPopen", "after_fork_in_child", "available", "servers"]
+__all__ = ["ServedPopen", "available", "servers"]
 
 LINGER_SECONDS = 2.0  # long enough for one loader after another, short enough not to be found after the work
 
@@ -54,12 +55,6 @@ if reduction.HAVE_SEND_HANDLE:
     from multiprocessing.popen_forkserver import Popen
 else:
     Popen = object  # type: ignore[assignment,misc]  # nothing is started this way
-
-
-def after_fork_in_child(hook: Callable[[], object]) -> None:
-    """Have ``hook`` called in each child of ``os.fork()``, where there is such a thing."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=hook)
 
 
 class Forked(NamedTuple):
@@ -198,13 +193,11 @@ class _Servers:
         self._leases: queue.SimpleQueue[int] = queue.SimpleQueue()  # +1 and -1
         self._keeper: threading.Thread | None = None
         self._popen: subprocess.Popen[bytes] | None = None  # the base server's
-        self._exit_hook = False
 
     def _forget(self) -> None:
         # In a child of os.fork() the lock may be held by a thread that is not there, and the servers are the parent's.
-        chain, popen, exit_hook = self._chain, self._popen, self._exit_hook
+        chain, popen = self._chain, self._popen
         self._reset()
-        self._exit_hook = exit_hook
         for server in chain:
             server.drop()
         if popen is not None:
@@ -215,6 +208,7 @@ class _Servers:
 
         It may be called from a finalizer, in any thread and inside any lock: all it does is a `SimpleQueue.put`.
         """
+        end_with_main_thread(self.stop)
         with self._lock:
             self._leases.put(1)
             if self._keeper is None:
@@ -280,10 +274,6 @@ class _Servers:
 
     def _start(self) -> _Server:
         """Start the base server: a fresh interpreter."""
-        if not self._exit_hook:
-            # Before threading's shutdown joins loky's threads; see `pool`.
-            threading._register_atexit(self.stop)  # type: ignore[attr-defined]
-            self._exit_hook = True
         # OpenBLAS and OpenMP would start threads at import, and threads do not survive a fork. loky would retire
         # workers whose memory grew: mapped datasets and caches are legitimate here.
         environment = os.environ | {
@@ -377,6 +367,7 @@ class _GrownServer(process.BaseProcess):
 
 
 servers = _Servers()
+at_exit(servers.stop)  # before anything is imported that registers a hook which needs them
 
 
 class _listener:

@@ -14,6 +14,7 @@ PACKAGE = Path(fifobatch.__file__).parent
 # The data flow: each module imports only from those before it.
 ORDER = [
     "errors",
+    "exits",
     "plan",
     "window",
     "measures",
