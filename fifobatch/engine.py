@@ -283,6 +283,7 @@ class Engine:
         self.answers += 1
         if kind == "again" and not flight.run.over:
             flight.attempt += 1
+            flight.run.trace.again(died=False)
             self.give_back(flight)
         if kind in ("unknown", "again"):
             self.inbox.put(flight)
