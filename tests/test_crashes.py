@@ -9,7 +9,7 @@ The table has a row for each place and a column for each way. Not in it:
 
 All of it must hold without psutil, too, which loky and fifobatch use where it is there:
 
-    PYTHONPATH=tests/without_psutil python -m pytest tests/test_crashes.py
+    PYTHONPATH=$PWD/tests/without_psutil python -m pytest tests/test_crashes.py
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """With this folder on PYTHONPATH, loky and fifobatch cannot import psutil, also not in the fork server; tests can.
 
-PYTHONPATH=tests/without_psutil python -m pytest tests/test_crashes.py
+PYTHONPATH=$PWD/tests/without_psutil python -m pytest tests/test_crashes.py
 """
 
 import builtins
