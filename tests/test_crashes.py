@@ -24,10 +24,9 @@ from typing import Any
 
 import loky.process_executor
 import pytest
-import torch
 from conftest import supervisors
 from probes import Calls, Gate, load
-from traps import ListTrap, Trap
+from traps import check_contents, drain, make_loader
 
 from fifobatch import (
     ChunkTimeoutError,
@@ -52,41 +51,11 @@ DEATHS = {
 TIMEOUT = 1.0  # of a chunk; others take a thousandth of that
 
 
-def make_loader(where: str, how: str, gate: Gate | None = None, **arguments: Any) -> FifoLoader[Any]:
-    dataset = (ListTrap if where == "list" else Trap)(where, how, gate)
-    arguments = {"batch_size": 3, "num_workers": 2, "generator": torch.Generator().manual_seed(5)} | arguments
-    return FifoLoader(dataset, collate_fn=dataset.collate, worker_init_fn=dataset.init, **arguments)
-
-
-def drain(iterator: Iterator[Any]) -> tuple[dict[int, Any], list[Exception]]:
-    """Return the epoch's batches, by number, and its errors."""
-    batches: dict[int, Any] = {}
-    errors: list[Exception] = []
-    while True:
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            return batches, errors
-        except Exception as error:
-            errors.append(error.with_traceback(None))
-            assert len(errors) <= 12
-        else:
-            assert batch.number not in batches, "delivered twice"
-            batches[batch.number] = batch
-
-
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[int, Any]:
     """Return what an epoch holds if nothing happens."""
     loader: FifoLoader[Any] = make_loader("nowhere", "", num_workers=0)  # with contents as of workers
     return drain(loader.batches())[0]
-
-
-def check_contents(batches: dict[int, Any], expected: dict[int, Any], numbers: list[int]) -> None:
-    assert sorted(batches) == numbers
-    for number in numbers:
-        assert batches[number].indices == batches[number].data[0] == expected[number].indices
-        assert torch.equal(batches[number].data[1], expected[number].data[1])
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,13 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from probes import Gate
 
-from fifobatch import processes
+from fifobatch import FifoLoader, processes
 
 
 class Unpicklable(Exception):
@@ -118,3 +119,33 @@ def send_and_spring(queue: Any, answer: Any) -> None:
     for trap in _sending:
         trap.spring("sent")
     _sending.clear()
+
+
+def make_loader(where: str, how: str, gate: Gate | None = None, **arguments: Any) -> FifoLoader[Any]:
+    dataset = (ListTrap if where == "list" else Trap)(where, how, gate)
+    arguments = {"batch_size": 3, "num_workers": 2, "generator": torch.Generator().manual_seed(5)} | arguments
+    return FifoLoader(dataset, collate_fn=dataset.collate, worker_init_fn=dataset.init, **arguments)
+
+
+def drain(iterator: Iterator[Any]) -> tuple[dict[int, Any], list[Exception]]:
+    """Return the epoch's batches, by number, and its errors."""
+    batches: dict[int, Any] = {}
+    errors: list[Exception] = []
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return batches, errors
+        except Exception as error:
+            errors.append(error.with_traceback(None))
+            assert len(errors) <= 12
+        else:
+            assert batch.number not in batches, "delivered twice"
+            batches[batch.number] = batch
+
+
+def check_contents(batches: dict[int, Any], expected: dict[int, Any], numbers: list[int]) -> None:
+    assert sorted(batches) == numbers
+    for number in numbers:
+        assert batches[number].indices == batches[number].data[0] == expected[number].indices
+        assert torch.equal(batches[number].data[1], expected[number].data[1])
