@@ -290,6 +290,7 @@ class Engine:
             return
         result: Batch[Any] | Exception | None = None
         if kind != "abandoned" and not flight.run.over:
+            flight.run.has_loaded = flight.run.has_loaded or kind != "error"
             flight.run.trace.arrive(flight.future.record, *mark)
             result = self._open(flight, kind, body)
         self.settle(flight, result)

@@ -88,6 +88,14 @@ def test_a_worker_that_does_not_start_convicts_only_after_several_times(skip: bo
     assert str(results[-1]).startswith(f"starting ended its worker process {FRUITLESS_STARTS} times: pid 1 fell. ")
 
 
+def test_where_others_were_set_up_setting_up_is_not_what_kills() -> None:
+    flight = make_flight()
+    flight.run.has_loaded = True
+    results = [flight.died(SETTING_UP, "") for _ in range(FRUITLESS_STARTS + 1)]
+    assert results[:-1] == [None] * FRUITLESS_STARTS
+    assert isinstance(results[-1], WorkerDiedError)
+
+
 def test_skipping_leaves_the_sample_out_and_goes_on_with_the_rest() -> None:
     flight = make_flight(skip=True)
     assert [flight.died(1, "") for _ in range(3)] == [None] * 3

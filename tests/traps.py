@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -149,3 +150,9 @@ def check_contents(batches: dict[int, Any], expected: dict[int, Any], numbers: l
     for number in numbers:
         assert batches[number].indices == batches[number].data[0] == expected[number].indices
         assert torch.equal(batches[number].data[1], expected[number].data[1])
+
+
+def tiny(index: int) -> int:
+    """Return ``index``, a little later."""
+    time.sleep(0.001)
+    return index
