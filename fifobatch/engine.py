@@ -316,6 +316,7 @@ class Engine:
             return
         result: Batch[Any] | Exception | None = None
         if kind != "abandoned" and not flight.run.over:
+            flight.run.has_loaded = flight.run.has_loaded or kind != "error"
             flight.run.trace.arrive(flight.future.record, *mark)
             result = opened(self.arena, flight, kind, body)
         self.settle(flight, result)

@@ -43,6 +43,10 @@ class Run:
         trace: Where to note what happens.
         submit: Starts loading a chunk of it.
         abandon: Gives up what is still under way of it, without a lock.
+
+    Attributes:
+        over: Whether nobody wants what is still under way of it.
+        has_loaded: Whether a worker has loaded a chunk of it: so setting up does not kill workers.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Run:
         self.ended_lanes: set[int] = set()  # that have killed their process
         self.trace = trace
         self.over = False
+        self.has_loaded = False
         self._submit = submit
         self._abandon = abandon
 
@@ -129,7 +134,8 @@ class Flight:
         """Note that its worker has died.
 
         A worker that dies outside quarantine may have been killed by anything: so the chunk is tried in quarantine, and
-        convicted when it has killed there twice at the same step (or as often as there are ``retries``).
+        convicted when it has killed there twice at the same step (or as often as there are ``retries``). One that had
+        not begun is no suspect, if others of its iteration were set up and loaded well.
 
         Args:
             step: The step that the worker was at.
@@ -138,11 +144,12 @@ class Flight:
         self._died += step != START
         if self.run.lanes:
             return self._lane_died(step, how)
+        innocent = step == START or (step == SETTING_UP and self.run.has_loaded)
         if not self.suspect:
-            self.suspect = self.singly = True
+            self.suspect = self.singly = not innocent
             return None
         self._deaths[step] += 1
-        if self._deaths[step] < (FRUITLESS_STARTS if step == START else max(2, self.run.policy.retries)):
+        if self._deaths[step] < (FRUITLESS_STARTS if innocent else max(2, self.run.policy.retries)):
             return None
         times = self._deaths.pop(step) + (step != START)
         error = WorkerDiedError(f"{self._describe(step)} ended its worker process {times} times: {how} ({self._chunk})")

@@ -190,8 +190,9 @@ class _Supervisor:
         for death, entry in deaths:
             flight = lost.pop(entry.key, None)
             if flight is not None:
-                guilty = True
-                self._go_on(flight, flight.died(entry.step, death.how), died=True)
+                result = flight.died(entry.step, death.how)
+                guilty |= flight.suspect or result is not None
+                self._go_on(flight, result, died=True)
         for running, stack in zip(overdue, stacks):
             flight = lost.pop(running.flight.key, None)
             if flight is not None:  # else it was done at the last moment

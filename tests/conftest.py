@@ -2,11 +2,13 @@
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from pathlib import Path
@@ -16,6 +18,7 @@ import psutil
 import pytest
 from probes import TIMEOUT, Gate
 
+from fifobatch import FifoLoader
 from fifobatch.server import servers
 
 _MARK = "FIFOBATCH_TEST_SCRIPT"
@@ -255,3 +258,42 @@ def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     if _arenas() > arenas:
         gc.collect()
     assert _arenas() <= arenas, "an arena is left"
+
+
+def footprint() -> Counter[str]:
+    """Return what this process has: children, descriptors, mappings of arenas, and what lies in /dev/shm."""
+    # Other programs' semaphores come and go.
+    names = [name for name in os.listdir("/dev/shm") if not name.startswith("sem.loky-") or str(os.getpid()) in name]
+    found = Counter(f"shared memory {name}" for name in names)
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:  # the listing's own
+            continue
+        found["descriptor of " + re.sub(r"\d+", "", target)] += 1
+    with open("/proc/self/maps") as maps:
+        found["mapping of an arena"] = sum("memfd:fifobatch" in line for line in maps)
+    for child in psutil.Process().children(recursive=True):
+        found[f"child {child.pid}"] += 1
+    return found
+
+
+@pytest.fixture(scope="module")
+def warm_server() -> Iterator[None]:
+    """Have one fork server for all tests of a module, started."""
+    end = servers.lease()
+    assert [batch.tolist() for batch in FifoLoader([7], num_workers=1)] == [[7]]
+    yield
+    end()
+
+
+@pytest.fixture
+def nothing_left(warm_server: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Check that after the test this process has no more than before, beside the warm fork server."""
+    known = supervisors()
+    before = footprint()
+    yield
+    if request.node.stash.get(_passed, False):
+        await_supervisors(known)
+        gc.collect()
+        assert not (more := footprint() - before), more
