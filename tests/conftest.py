@@ -262,8 +262,10 @@ def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def footprint() -> Counter[str]:
     """Return what this process has: children, descriptors, mappings of arenas, and what lies in /dev/shm."""
-    # Other programs' semaphores come and go.
-    names = [name for name in os.listdir("/dev/shm") if not name.startswith("sem.loky-") or str(os.getpid()) in name]
+    # Other programs' come and go.
+    names = [
+        name for name in os.listdir("/dev/shm") if not re.match("sem.loky-|torch_", name) or f"{os.getpid()}" in name
+    ]
     found = Counter(f"shared memory {name}" for name in names)
     for fd in os.listdir("/proc/self/fd"):
         try:
