@@ -229,3 +229,18 @@ Gate({gate.folder!r}).arrive()
         script.terminate()
     finished = script.finish()
     assert finished == (returncode, "[[]] []\n", "")
+
+
+def test_what_is_read_when_the_main_thread_has_ended(run_script: Callable[..., Finished]) -> None:
+    source = """
+def read(who, iterator):
+    print(who, sum(1 for _ in iterator), flush=True)
+
+loader = load(persistent_workers=True)
+iterator, other = iter(loader), iter(loader)
+next(iterator), next(other)
+atexit.register(read, "exit function", iterator)
+threading.Thread(target=read, args=("thread", other)).start()
+"""
+    finished = run_script(HEAD + source)
+    assert finished == (0, "thread 49\nexit function 49\n", "")
