@@ -107,7 +107,8 @@ class Engine:
         elif pool is self.quarantine:
             self.quarantine = pool.renewed()
         else:
-            self.lanes = {lane: pool.renewed() if own is pool else own for lane, own in self.lanes.items()}
+            [lane] = [lane for lane, own in list(self.lanes.items()) if own is pool]  # another thread may add one
+            self.lanes[lane] = pool.renewed()
 
     def _pool_for(self, flight: Flight) -> WorkerPool:
         assert self.pool is not None
