@@ -31,7 +31,7 @@ from fifobatch.plan import Batch, Chunk, Failure
 from fifobatch.trace import Record, Trace
 from fifobatch.window import Window
 
-__all__ = ["BatchFuture", "Completions"]
+__all__ = ["BatchFuture", "Completions", "Loading", "prepare_first"]
 
 
 class BatchFuture(Future[Batch[Any]]):
@@ -41,6 +41,7 @@ class BatchFuture(Future[Batch[Any]]):
         chunk: What it loads.
         record: When it was submitted, loaded, delivered.
         failures: The samples that were left out.
+        left_out: Their positions in the chunk.
         is_empty: Whether that was all of them: there is nothing to deliver.
     """
 
@@ -49,6 +50,7 @@ class BatchFuture(Future[Batch[Any]]):
         self.chunk = chunk
         self.record = Record(chunk.number)
         self.failures: list[Failure] = []
+        self.left_out: tuple[int, ...] = ()
         self.is_empty = False
         self.inner: Future[Any] | None = None  # the pool's
 
@@ -57,6 +59,11 @@ class BatchFuture(Future[Batch[Any]]):
         # The pool's future decides; when it is cancelled, its done callback settles this one (and drops it).
         inner = self.inner
         return inner is not None and inner.cancel()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its batch, as the window counts it."""
+        return self.record.bytes
 
     @property
     def error_name(self) -> str | None:
@@ -119,7 +126,7 @@ class Completions(Iterator[Any]):
         if prepare is not None:
             # Its thread ends with the last reference to it: this iterator's, or that of a batch still to come.
             preparer = ThreadPoolExecutor(1, thread_name_prefix="fifobatch-prepare")
-            self._put = partial(_prepare_first, preparer, prepare, self._put)
+            self._put = partial(prepare_first, preparer, prepare, self._put)
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._plan_error: Exception | None = None
@@ -197,7 +204,7 @@ class Completions(Iterator[Any]):
         """Take one completed future from the queue, waiting for it."""
         future = self._completed.get()
         if future is not None:  # None: close() woke us up
-            self._window.complete(future.chunk.number, future, future.record.bytes)
+            self._window.complete(future.chunk.number, future, future.nbytes)
 
     def _refill(self) -> None:
         while self._chunks is not None and self._loading is not None and not self._window.full:
@@ -232,12 +239,13 @@ class Completions(Iterator[Any]):
             self._completed.put(None)
 
 
-def _prepare_first(
+def prepare_first(
     preparer: Executor,
     prepare: Callable[[Batch[Any]], Batch[Any]],
     put: Callable[[BatchFuture], object],
     future: BatchFuture,
 ) -> None:
+    """Have a batch prepared in the preparer's thread, and then ``put``; a done callback."""
     try:
         preparer.submit(_prepare, prepare, put, future)
     except RuntimeError:  # the interpreter is exiting
@@ -249,7 +257,7 @@ def _prepare(
 ) -> None:
     if not future.cancelled() and future.exception() is None and not future.is_empty:
         prepared = BatchFuture(future.chunk)
-        prepared.record, prepared.failures = future.record, future.failures
+        prepared.record, prepared.failures, prepared.left_out = future.record, future.failures, future.left_out
         try:
             prepared.set_result(prepare(future.result()))
         except Exception as error:  # what the user's own pin_memory() raises, or no memory: this batch's error

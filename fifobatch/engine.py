@@ -144,8 +144,8 @@ class Engine:
         if self._closed or self.pid != os.getpid():
             raise ClosedError("cannot load after shutdown (or in a child of os.fork); make a new executor or loader")
 
-    def submit(self, run: Run, chunk: Chunk) -> BatchFuture:
-        """Start loading one chunk.
+    def submit(self, run: Run, chunk: Chunk, later: bool = False) -> BatchFuture:
+        """Start loading one chunk; ``later`` has the supervisor launch it, as done callbacks must not.
 
         Raises:
             ClosedError: The executor was shut down.
@@ -162,13 +162,16 @@ class Engine:
             self._start_supervisor()
             self.flights[flight.key] = flight
         try:
-            self.launch(flight)
+            if not later:
+                self.launch(flight)
         except BaseException as error:
             self._land(flight)
             if isinstance(error, BrokenExecutor):
                 raise self._explain(chunk, error) from error
             raise
         run.trace.submit(flight.future.record)
+        if later:
+            self.inbox.put(flight)
         timeout = run.policy.timeout
         if timeout is not None and time.perf_counter() + timeout < self.wakes_at:
             self.inbox.put(WATCH)

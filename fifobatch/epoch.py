@@ -24,7 +24,9 @@ from fifobatch.plan import Batch, BatchPlan, Chunk, Failure
 from fifobatch.progress import Progress
 from fifobatch.trace import Record, Trace
 
-__all__ = ["InProcess", "LoaderIterator", "pinning"]
+__all__ = ["InProcess", "LoaderIterator", "Prepare", "pinning"]
+
+Prepare = Callable[[Batch[Any]], Batch[Any]]
 
 
 def pinning() -> Callable[[Batch[Any]], Batch[Any]]:
@@ -78,7 +80,10 @@ class LoaderIterator(Iterator[Any]):
                 self._progress.update(self._batches.under_way, self._batches.trace.seconds_waited)
             return batch
         except StopIteration:
-            self._end()
+            if self._progress is not None:
+                self._progress.close()
+            if self._executor is not None:
+                self._executor.shutdown(wait=False)  # not close(): targets handed out may still be loading
             self._warn_of_failures()
             raise
         except BaseException:
@@ -123,16 +128,13 @@ class LoaderIterator(Iterator[Any]):
                 stacklevel=3,
             )
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """Give up what is under way. Idempotent."""
+        self._batches.close()
         if self._progress is not None:
             self._progress.close()
         if self._executor is not None:
             self._executor.close()
-
-    def close(self) -> None:
-        """Give up what is under way. Idempotent."""
-        self._batches.close()
-        self._end()
 
 
 class InProcess(Iterator[Any]):
@@ -156,6 +158,7 @@ class InProcess(Iterator[Any]):
         self._chunks = itertools.chain(list(itertools.islice(chunks, 1)), chunks)
         self._payload = Payload(plan.dataset, plan.collate_fn, plan.collates, None, 0, policy)
         self._closed = False
+        self.left_out: list[int] = []  # positions, of the chunk that was loaded last
         self.trace.started()
 
     def __next__(self) -> Any:
@@ -212,6 +215,7 @@ class InProcess(Iterator[Any]):
 
     def _note_failures(self, chunk: Chunk, attempt: Attempt) -> Any:
         """Note what an attempt has left out, and return the indices of the rest."""
+        self.left_out = []
         if not attempt.failed:
             return chunk.indices
         indices = list(chunk.indices) if self._payload.collates else [chunk.indices]
@@ -226,6 +230,7 @@ class InProcess(Iterator[Any]):
         self.trace.failures += [
             Failure(indices[position], chunk.number, errors[position], attempt.attempt) for position in sorted(errors)
         ]
+        self.left_out = sorted(errors)
         kept = [index for position, index in enumerate(indices) if position not in errors]
         return kept if self._payload.collates else chunk.indices
 

@@ -18,7 +18,7 @@ from typing import Any
 from fifobatch import server
 from fifobatch.arena import Arena
 from fifobatch.attempt import NO_POLICY, Policy
-from fifobatch.completion import BatchFuture, Completions
+from fifobatch.completion import BatchFuture, Completions, Loading
 from fifobatch.engine import CANCEL, FINISH, GIVE_UP, Engine
 from fifobatch.errors import PlanError
 from fifobatch.fetch import Payload
@@ -143,6 +143,7 @@ class BatchExecutor:
         policy: Policy = NO_POLICY,
         prepare: Callable[[Batch[Any]], Batch[Any]] | None = None,
         owner: object = None,
+        pair: "Callable[[Run], Loading] | None" = None,
     ) -> Completions:
         """Do what `as_completed` does, with a window of any kind; the engine under `FifoLoader`.
 
@@ -156,19 +157,52 @@ class BatchExecutor:
             prepare: Done to each batch before it is delivered, in a thread of its own.
             owner: Whoever will iterate the same dataset again (``plan`` if None): what was shipped for it stays shipped
                 as long as it lives, so that workers keep their copy if nothing has changed.
+            pair: Makes what loads pairs of what loads the plan.
 
         Raises:
             ClosedError, PlanError: As `as_completed`.
         """
-        trace = Trace(self._engine.trace)
+        trace = self.new_trace()
         chunks = iter(plan)
         first = list(itertools.islice(chunks, 1))  # a plan without chunks pickles and starts nothing
-        run = None
+        loading: Loading | None = None
         if first:
-            payload = self._payload(plan, num_workers, worker_init_fn, policy)
-            run = self._engine.start_run(payload, plan.seed, window.size, trace)
-            self._latest[plan if owner is None else owner] = run
-        return Completions(itertools.chain(first, chunks), run, window, select, trace, self, prepare)
+            loading = run = self.start_run(
+                plan,
+                window.size,
+                trace,
+                num_workers=num_workers,
+                worker_init_fn=worker_init_fn,
+                policy=policy,
+                owner=plan if owner is None else owner,
+            )
+            if pair is not None:
+                loading = pair(run)
+        return Completions(itertools.chain(first, chunks), loading, window, select, trace, self, prepare)
+
+    def new_trace(self) -> Trace:
+        """Return the trace of one iteration, which counts for this executor, too."""
+        return Trace(self._engine.trace)
+
+    def start_run(
+        self,
+        plan: BatchPlan,
+        window: int,
+        trace: Trace,
+        *,
+        num_workers: int | None,
+        worker_init_fn: Callable[[int], None] | None,
+        policy: Policy,
+        owner: object,
+    ) -> Run:
+        """Ship a plan as it is now, and return what submits chunks of it. Arguments as of `iterate`.
+
+        Raises:
+            ClosedError, PlanError: As `as_completed`.
+        """
+        payload = self._payload(plan, num_workers, worker_init_fn, policy)
+        run = self._latest[owner] = self._engine.start_run(payload, plan.seed, window, trace)
+        return run
 
     def statistics(self) -> Statistics:
         """Return the sums over everything that was loaded here, for all iterators and `submit`.

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from fifobatch import server, summary
 from fifobatch.attempt import Policy
 from fifobatch.completion import BatchFuture, Completions
-from fifobatch.epoch import InProcess, LoaderIterator, pinning
+from fifobatch.epoch import InProcess, LoaderIterator, Prepare, pinning
 from fifobatch.errors import PlanError
 from fifobatch.executor import BatchExecutor, may_have_children, shared_executor
 from fifobatch.measures import Span, Statistics
@@ -75,6 +75,8 @@ class FifoLoader(DataLoader[T_co]):
         PlanError: ``dataset`` is an ``IterableDataset``, or ``multiprocessing_context`` is given.
         TypeError, ValueError: An argument or combination that cannot be; where torch checks it, in torch's words.
     """
+
+    _frames = 0  # between this class's __init__ and the user's line
 
     def __init__(
         self,
@@ -251,24 +253,33 @@ class FifoLoader(DataLoader[T_co]):
     def _load(
         self, plan: BatchPlan, select: Callable[[Batch[Any]], Any]
     ) -> "tuple[Completions | InProcess, BatchExecutor | None]":
+        prepare = pinning() if self._pins() else None
         if self.num_workers == 0 or (self._shared is None and not may_have_children()):
-            return InProcess(plan, _pinned(select) if self._pins() else select, self._policy), None
+            return self._load_here(plan, select, prepare), None
         executor = self._executor()
-        batches = executor.iterate(
+        batches = self._load_there(executor, plan, select, prepare)
+        if self._end_lease is None and executor.has_own_workers and batches.under_way:
+            # The fork server stays warm as long as this loader may want it again.
+            self._end_lease = finalizer = weakref.finalize(self, server.servers.lease())
+            finalizer.atexit = False
+        return batches, executor
+
+    def _load_here(self, plan: BatchPlan, select: Callable[[Batch[Any]], Any], prepare: Prepare | None) -> InProcess:
+        return InProcess(plan, select if prepare is None else lambda batch: select(prepare(batch)), self._policy)
+
+    def _load_there(
+        self, executor: BatchExecutor, plan: BatchPlan, select: Callable[[Batch[Any]], Any], prepare: Prepare | None
+    ) -> Completions:
+        return executor.iterate(
             plan,
             self._make_window(),
             select,
             num_workers=self.num_workers,
             worker_init_fn=self.worker_init_fn,
             policy=self._policy,
-            prepare=pinning() if self._pins() else None,
+            prepare=prepare,
             owner=self,
         )
-        if self._end_lease is None and executor.has_own_workers and batches.under_way:
-            # The fork server stays warm as long as this loader may want it again.
-            self._end_lease = finalizer = weakref.finalize(self, server.servers.lease())
-            finalizer.atexit = False
-        return batches, executor
 
     @property
     def _policy(self) -> Policy:
@@ -321,7 +332,7 @@ class FifoLoader(DataLoader[T_co]):
             warnings.warn(
                 f"num_workers={self.num_workers} is more than two a core: this process may use {cores}. Try "
                 f"num_workers={2 * cores} or fewer, unless your samples mostly wait",
-                stacklevel=4,
+                stacklevel=4 + self._frames,
             )
 
     def set_epoch(self, epoch: int) -> None:
@@ -379,8 +390,3 @@ class FifoLoader(DataLoader[T_co]):
 
 def _whole(batch: Batch[Any]) -> Batch[Any]:
     return batch
-
-
-def _pinned(select: Callable[[Batch[Any]], Any]) -> Callable[[Batch[Any]], Any]:
-    pin = pinning()
-    return lambda batch: select(pin(batch))
