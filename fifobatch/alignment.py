@@ -104,9 +104,10 @@ class InProcessPairs(InProcess):
         batch = self._load_input(chunk, record)
         if batch is None:
             return None
+        target_chunk = self._alignment.target(dataclasses.replace(chunk, indices=batch.indices))
         target: Future[Any] = Future()
         try:
-            loaded = self._load_target(self._alignment.target(dataclasses.replace(chunk, indices=batch.indices)))
+            loaded = self._load_target(target_chunk)
             assert loaded is not None
             target.set_result(loaded.data)
         except Exception as error:  # what the user's code raises for the target is its future's
