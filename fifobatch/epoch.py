@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 
+from fifobatch.asynchronous import AsyncBatches
 from fifobatch.attempt import NO_POLICY, Again, Attempt, Located, Policy, brief
 from fifobatch.completion import Completions
 from fifobatch.errors import ClosedError, SampleError
@@ -48,6 +49,9 @@ class LoaderIterator(Iterator[Any]):
         length: Batches that the loader expects; None if unknown.
         progress: The bar to move.
         executor: Whose workers end with this iterator, if any do.
+
+    Attributes:
+        quiet: Whether somebody else calls `warn_of_failures` at the end.
     """
 
     def __init__(
@@ -62,6 +66,11 @@ class LoaderIterator(Iterator[Any]):
         self._progress = progress
         self._executor = executor
         self._warned = False
+        self.quiet = False
+
+    def __aiter__(self) -> AsyncBatches:
+        """Iterate in an event loop, which is not blocked. A task that is cancelled meanwhile closes this."""
+        return AsyncBatches(lambda: self)
 
     def __next__(self) -> Any:
         """Return the next batch to complete.
@@ -84,7 +93,8 @@ class LoaderIterator(Iterator[Any]):
                 self._progress.close()
             if self._executor is not None:
                 self._executor.shutdown(wait=False)  # not close(): targets handed out may still be loading
-            self._warn_of_failures()
+            if not self.quiet:
+                self.warn_of_failures()
             raise
         except BaseException:
             if self._progress is not None:
@@ -116,7 +126,8 @@ class LoaderIterator(Iterator[Any]):
         """Return when each chunk was submitted, started, loaded and delivered: the last 4,096, a span each."""
         return self._batches.trace.timeline()
 
-    def _warn_of_failures(self) -> None:
+    def warn_of_failures(self) -> None:
+        """Warn of the samples that were left out, at the line of the caller's caller; once."""
         failures = self._batches.trace.failures
         if failures and not self._warned:
             self._warned = True

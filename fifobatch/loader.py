@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fifobatch import server, summary
+from fifobatch.asynchronous import AsyncBatches
 from fifobatch.attempt import Policy
 from fifobatch.completion import BatchFuture, Completions
 from fifobatch.epoch import InProcess, LoaderIterator, Prepare, pinning
@@ -181,6 +182,10 @@ class FifoLoader(DataLoader[T_co]):
             PlanError: The dataset, ``collate_fn`` or ``worker_init_fn`` cannot be pickled; the message names the part.
         """
         return self._iterate(attrgetter("data"))
+
+    def __aiter__(self) -> AsyncBatches:
+        """Start an epoch for ``async for``: like `__iter__`, but nothing of it, the start included, blocks the loop."""
+        return AsyncBatches(self.__iter__)
 
     def batches(self) -> "LoaderIterator":
         """Iterate like the loader itself, but yield `Batch` objects, which know their indices.

@@ -40,6 +40,7 @@ ORDER = [
     "supervisor",
     "executor",
     "progress",
+    "asynchronous",
     "epoch",
     "alignment",
     "pairing",
