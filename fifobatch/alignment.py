@@ -10,7 +10,8 @@ from operator import index as as_int
 from typing import Any, NamedTuple
 
 from fifobatch.attempt import NO_POLICY, Policy
-from fifobatch.epoch import InProcess, Prepare
+from fifobatch.device import Prepare
+from fifobatch.epoch import InProcess
 from fifobatch.errors import PlanError
 from fifobatch.plan import Batch, BatchPlan, Chunk, chunk_seed
 from fifobatch.trace import Record

@@ -4,15 +4,11 @@
 `InProcess`, which loads here.
 """
 
-import dataclasses
 import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import torch
-from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 
 from fifobatch.asynchronous import AsyncBatches
 from fifobatch.attempt import NO_POLICY, Again, Attempt, Located, Policy, brief
@@ -25,20 +21,7 @@ from fifobatch.plan import Batch, BatchPlan, Chunk, Failure
 from fifobatch.progress import Progress
 from fifobatch.trace import Record, Trace
 
-__all__ = ["InProcess", "LoaderIterator", "Prepare", "pinning"]
-
-Prepare = Callable[[Batch[Any]], Batch[Any]]
-
-
-def pinning() -> Callable[[Batch[Any]], Batch[Any]]:
-    """Return what copies a batch into pinned memory, of this thread's device also where another thread calls it."""
-    device = torch.accelerator.current_device_index()
-
-    def pin(batch: Batch[Any]) -> Batch[Any]:
-        torch.accelerator.set_device_index(device)
-        return dataclasses.replace(batch, data=torch_pin_memory(batch.data))  # type: ignore[no-untyped-call]
-
-    return pin
+__all__ = ["InProcess", "LoaderIterator"]
 
 
 class LoaderIterator(Iterator[Any]):

@@ -30,7 +30,7 @@ from fifobatch.supervisor import supervise
 from fifobatch.trace import Trace
 from fifobatch.window import Window, check_count
 
-__all__ = ["BatchExecutor", "may_have_children", "shared_executor"]
+__all__ = ["BatchExecutor", "check_timeout", "may_have_children", "shared_executor"]
 
 
 class BatchExecutor:
@@ -299,3 +299,17 @@ def shared_executor(
     if worker_init_fn is not None and not shared.has_own_workers:
         raise ValueError(f"worker_init_fn={worker_init_fn!r} cannot run in the workers of executor={executor!r}")
     return shared
+
+
+def check_timeout(timeout: float, num_workers: int, shared: BatchExecutor | None) -> None:
+    """Check that chunks can time out, if they are to.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    if not timeout <= threading.TIMEOUT_MAX:
+        raise ValueError(f"timeout={timeout!r}: give seconds, or 0 for ever")
+    if timeout > 0 and num_workers == 0:
+        raise ValueError(f"timeout={timeout} needs worker processes: loading in this process cannot time out")
+    if timeout > 0 and shared is not None and not shared.has_own_workers:
+        raise ValueError(f"timeout={timeout} needs workers of fifobatch's own: those of executor= cannot be killed")

@@ -9,7 +9,6 @@ torch checks the arguments and builds the samplers; what is replaced is the iter
 Without workers, or where this process may not have children, `InProcess` loads in this process instead.
 """
 
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -24,9 +23,10 @@ from fifobatch import server, summary
 from fifobatch.asynchronous import AsyncBatches
 from fifobatch.attempt import Policy
 from fifobatch.completion import BatchFuture, Completions
-from fifobatch.epoch import InProcess, LoaderIterator, Prepare, pinning
+from fifobatch.device import Transfer, check_device
+from fifobatch.epoch import InProcess, LoaderIterator
 from fifobatch.errors import PlanError
-from fifobatch.executor import BatchExecutor, may_have_children, shared_executor
+from fifobatch.executor import BatchExecutor, check_timeout, may_have_children, shared_executor
 from fifobatch.measures import Span, Statistics
 from fifobatch.plan import Batch, BatchPlan, Failure, refuse_iterable
 from fifobatch.pool import cpu_count
@@ -71,9 +71,12 @@ class FifoLoader(DataLoader[T_co]):
         progress: Show a tqdm bar; a dict gives tqdm's arguments.
         executor: A `BatchExecutor` to share with other loaders, or any `concurrent.futures.Executor`, instead of
             workers of this loader's own. It is not shut down here.
+        device: Where batches arrive, such as ``"cuda"``: tensors, however nested, and objects that have a ``to``. They
+            are copied in a thread and on a stream of their own, as soon as they are complete.
 
     Raises:
-        PlanError: ``dataset`` is an ``IterableDataset``, or ``multiprocessing_context`` is given.
+        PlanError: ``dataset`` is an ``IterableDataset``, ``multiprocessing_context`` is given, or torch sees no such
+            ``device``.
         TypeError, ValueError: An argument or combination that cannot be; where torch checks it, in torch's words.
     """
 
@@ -107,6 +110,7 @@ class FifoLoader(DataLoader[T_co]):
         on_error: str = "raise",
         progress: bool | Mapping[str, Any] = False,
         executor: BatchExecutor | Executor | None = None,
+        device: torch.device | str | int | None = None,
     ) -> None:
         refuse_iterable(dataset)
         if multiprocessing_context is not None:
@@ -124,14 +128,7 @@ class FifoLoader(DataLoader[T_co]):
             if value is not None and not callable(value):
                 raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a function or leave it out")
         check_options(progress)
-        if not timeout <= threading.TIMEOUT_MAX:
-            raise ValueError(f"timeout={timeout!r}: give seconds, or 0 for ever")
-        if timeout > 0 and num_workers == 0:
-            raise ValueError(f"timeout={timeout} needs worker processes: loading in this process cannot time out")
-        if timeout > 0 and shared is not None and not shared.has_own_workers:
-            raise ValueError(
-                f"timeout={timeout} needs workers of fifobatch's own: those of {executor!r} cannot be killed"
-            )
+        check_timeout(timeout, num_workers, shared)
         Policy.of(retries, retry_on, on_error, timeout)
         self.retries = retries
         self.retry_on = retry_on
@@ -141,6 +138,8 @@ class FifoLoader(DataLoader[T_co]):
         self.max_bytes = max_bytes
         self.progress = progress
         self.executor = executor
+        self.device = device
+        self._device = check_device(device)
         self._shared = shared
         self._epoch = 0
         self._warned_pinning = False
@@ -258,31 +257,32 @@ class FifoLoader(DataLoader[T_co]):
     def _load(
         self, plan: BatchPlan, select: Callable[[Batch[Any]], Any]
     ) -> "tuple[Completions | InProcess, BatchExecutor | None]":
-        prepare = pinning() if self._pins() else None
+        transfer = Transfer.of(self._pins(), self._device)
         if self.num_workers == 0 or (self._shared is None and not may_have_children()):
-            return self._load_here(plan, select, prepare), None
+            return self._load_here(plan, select, transfer), None
         executor = self._executor()
-        batches = self._load_there(executor, plan, select, prepare)
+        batches = self._load_there(executor, plan, select, transfer)
         if self._end_lease is None and executor.has_own_workers and batches.under_way:
             # The fork server stays warm as long as this loader may want it again.
             self._end_lease = finalizer = weakref.finalize(self, server.servers.lease())
             finalizer.atexit = False
         return batches, executor
 
-    def _load_here(self, plan: BatchPlan, select: Callable[[Batch[Any]], Any], prepare: Prepare | None) -> InProcess:
-        return InProcess(plan, select if prepare is None else lambda batch: select(prepare(batch)), self._policy)
+    def _load_here(self, plan: BatchPlan, select: Callable[[Batch[Any]], Any], transfer: Transfer) -> InProcess:
+        do = transfer.at_once
+        return InProcess(plan, select if do is None else lambda batch: select(do(batch)), self._policy)
 
     def _load_there(
-        self, executor: BatchExecutor, plan: BatchPlan, select: Callable[[Batch[Any]], Any], prepare: Prepare | None
+        self, executor: BatchExecutor, plan: BatchPlan, select: Callable[[Batch[Any]], Any], transfer: Transfer
     ) -> Completions:
         return executor.iterate(
             plan,
             self._make_window(),
-            select,
+            transfer.before(select),
             num_workers=self.num_workers,
             worker_init_fn=self.worker_init_fn,
             policy=self._policy,
-            prepare=prepare,
+            prepare=transfer.prepare,
             owner=self,
         )
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from fifobatch.alignment import Alignment, say_half
 from fifobatch.completion import BatchFuture, prepare_first
-from fifobatch.epoch import Prepare
+from fifobatch.device import Prepare, arrived
 from fifobatch.errors import ClosedError
 from fifobatch.flight import Run
 from fifobatch.plan import Batch, Chunk
@@ -56,10 +56,10 @@ class Target(Future[Any]):
             Exception: What the user's code raised for it, as `FifoLoader` raises it.
         """
         if self.done():
-            return super().result()
+            return arrived(super().result())
         requested = time.perf_counter()
         try:
-            return super().result(timeout)
+            return arrived(super().result(timeout))
         finally:
             # The consumer waits here instead of in next(), and so it is shown.
             self._pairing.waited(self.record, requested)

@@ -14,7 +14,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fifobatch.alignment import Alignment, InProcessPairs, say_half
 from fifobatch.completion import Completions
-from fifobatch.epoch import InProcess, LoaderIterator, Prepare
+from fifobatch.device import Transfer
+from fifobatch.epoch import InProcess, LoaderIterator
 from fifobatch.errors import PlanError
 from fifobatch.executor import BatchExecutor
 from fifobatch.flight import Run
@@ -123,16 +124,16 @@ class PairedLoader(FifoLoader[Any]):
         self,
         plan: BatchPlan,
         select: Callable[[Batch[Any]], Any],
-        prepare: Prepare | None,
+        transfer: Transfer,
     ) -> InProcess:
-        return InProcessPairs(plan, *self._halves(plan), select is _both, select, self._policy, prepare)
+        return InProcessPairs(plan, *self._halves(plan), select is _both, select, self._policy, transfer.at_once)
 
     def _load_there(
         self,
         executor: BatchExecutor,
         plan: BatchPlan,
         select: Callable[[Batch[Any]], Any],
-        prepare: Prepare | None,
+        transfer: Transfer,
     ) -> Completions:
         def pair(inputs: Run) -> Pairing:
             targets, alignment = self._halves(plan)
@@ -149,9 +150,10 @@ class PairedLoader(FifoLoader[Any]):
                 )
             except PlanError as error:
                 raise say_half(error, "target") from error.__cause__
-            return Pairing(inputs, run, alignment, zips, prepare)
+            return Pairing(inputs, run, alignment, zips, transfer.prepare)
 
         window, zips = self._make_window(), select is _both
+        select = transfer.before(select)
         try:
             return executor.iterate(
                 plan,

@@ -41,6 +41,7 @@ ORDER = [
     "executor",
     "progress",
     "asynchronous",
+    "device",
     "epoch",
     "alignment",
     "pairing",
