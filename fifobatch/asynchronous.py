@@ -30,6 +30,8 @@ class _Epoch(Protocol):
 class AsyncBatches(AsyncIterator[Any]):
     """One epoch of a loader, for ``async for``. A task that is cancelled while it waits here closes it.
 
+    With ``device="cuda"``, batches are ready for the device's default stream, which is that of the thread.
+
     Args:
         start: Starts the epoch; called in the thread, when the first batch is asked for.
     """
