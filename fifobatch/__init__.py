@@ -15,6 +15,7 @@
 
 - ``FifoLoader`` is torch's ``DataLoader`` over it; ``BatchExecutor`` is the same as a `concurrent.futures` library
   call.
+- ``PairedLoader`` is two datasets over one plan, each half of a pair a task of its own.
 - ``trace`` notes when each chunk went through these stations; ``timeline`` draws it.
 - Each module's docstring says which process and which thread runs it.
 - Importing this starts nothing.
@@ -24,6 +25,7 @@ from fifobatch.errors import ChunkTimeoutError, ClosedError, FifobatchError, Pla
 from fifobatch.executor import BatchExecutor
 from fifobatch.loader import FifoLoader
 from fifobatch.measures import Span, Statistics
+from fifobatch.pairs import PairedLoader
 from fifobatch.plan import Batch, BatchPlan, Chunk, Failure
 from fifobatch.timeline import format_timeline, plot_timeline
 
@@ -37,6 +39,7 @@ __all__ = [
     "Failure",
     "FifoLoader",
     "FifobatchError",
+    "PairedLoader",
     "PlanError",
     "SampleError",
     "Span",

@@ -59,6 +59,7 @@ class Board:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.memory = mmap.mmap(arena.fd, STACKS, mmap.MAP_SHARED)
+        self._free_flags = list(range(1, FLAGS))
 
     def __getitem__(self, run: int) -> bool:
         if run >= FLAGS:
@@ -69,6 +70,16 @@ class Board:
         if run >= FLAGS:
             raise IndexError(run)
         self.memory[run] = abandoned
+
+    def take_flag(self) -> int:
+        """Return a flag for a run, in the parent; 0, which is never set, if there is none left."""
+        return self._free_flags.pop() if self._free_flags else 0
+
+    def give_back(self, flag: int) -> None:
+        """Lower a flag that no task can read any more, for the next run."""
+        if flag:
+            self[flag] = False
+            self._free_flags.append(flag)
 
     def read(self, worker: int) -> Entry:
         """Return what worker number ``worker`` last said."""

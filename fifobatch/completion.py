@@ -33,7 +33,7 @@ from fifobatch.streams import REPEATS, Lanes
 from fifobatch.trace import Record, Trace
 from fifobatch.window import Window
 
-__all__ = ["BatchFuture", "Completions"]
+__all__ = ["BatchFuture", "Completions", "Loading", "prepare_first"]
 
 
 class BatchFuture(Future[Batch[Any]]):
@@ -43,6 +43,7 @@ class BatchFuture(Future[Batch[Any]]):
         chunk: What it loads.
         record: When it was submitted, loaded, delivered.
         failures: The samples that were left out.
+        left_out: Their positions in the chunk.
         is_empty: Whether that was all of them: there is nothing to deliver.
         is_void: Whether there is no such batch, as its lane of a stream was over before.
         is_last: Whether its lane is over with it.
@@ -56,6 +57,7 @@ class BatchFuture(Future[Batch[Any]]):
         self.failures: list[Failure] = []
         self.is_empty = self.is_void = self.is_last = False
         self.is_split = True
+        self.left_out: tuple[int, ...] = ()
         self.inner: Future[Any] | None = None  # the pool's
 
     def cancel(self) -> bool:
@@ -63,6 +65,11 @@ class BatchFuture(Future[Batch[Any]]):
         # The pool's future decides; when it is cancelled, its done callback settles this one (and drops it).
         inner = self.inner
         return inner is not None and inner.cancel()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its batch, as the window counts it."""
+        return self.record.bytes
 
     @property
     def error_name(self) -> str | None:
@@ -132,7 +139,7 @@ class Completions(Iterator[Any]):
         if prepare is not None:
             # Its thread ends with the last reference to it: this iterator's, or that of a batch still to come.
             preparer = ThreadPoolExecutor(1, thread_name_prefix="fifobatch-prepare")
-            self._put = partial(_prepare_first, preparer, prepare, self._put)
+            self._put = partial(prepare_first, preparer, prepare, self._put)
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._plan_error: Exception | None = None
@@ -216,7 +223,7 @@ class Completions(Iterator[Any]):
             return
         number = future.chunk.number
         if not future.is_void:
-            self._window.complete(number, future, future.record.bytes)
+            self._window.complete(number, future, future.nbytes)
         if self._lanes is not None:
             self._lanes.landed(number, future.is_last, future.is_split)
             if future.is_last:
@@ -260,12 +267,13 @@ class Completions(Iterator[Any]):
             self._completed.put(None)
 
 
-def _prepare_first(
+def prepare_first(
     preparer: Executor,
     prepare: Callable[[Batch[Any]], Batch[Any]],
     put: Callable[[BatchFuture], object],
     future: BatchFuture,
 ) -> None:
+    """Have a batch prepared in the preparer's thread, and then ``put``; a done callback."""
     try:
         preparer.submit(_prepare, prepare, put, future)
     except RuntimeError:  # the interpreter is exiting
@@ -277,7 +285,7 @@ def _prepare(
 ) -> None:
     if not future.cancelled() and future.exception() is None and not (future.is_empty or future.is_void):
         prepared = BatchFuture(future.chunk)
-        prepared.record, prepared.failures = future.record, future.failures
+        prepared.record, prepared.failures, prepared.left_out = future.record, future.failures, future.left_out
         prepared.is_last, prepared.is_split = future.is_last, future.is_split
         try:
             prepared.set_result(prepare(future.result()))

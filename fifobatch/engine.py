@@ -26,7 +26,7 @@ from typing import Any
 from fifobatch import server
 from fifobatch.answers import explain, opened
 from fifobatch.arena import Arena, Room
-from fifobatch.board import FLAGS, Board
+from fifobatch.board import Board
 from fifobatch.completion import BatchFuture
 from fifobatch.elsewhere import load_elsewhere
 from fifobatch.errors import ClosedError, WorkerDiedError
@@ -43,8 +43,7 @@ from fifobatch.worker import initialize, load
 
 __all__ = ["BROKEN", "CANCEL", "EXIT", "FINISH", "GIVE_UP", "LANDED", "Engine"]
 
-# Messages of the supervisor's inbox, beside a Run that ended, and a Flight that is to be loaded again or whose payload
-# must be sent.
+# Messages of the supervisor's inbox, beside a Run that ended, and a Flight that is to be launched again.
 BROKEN, LANDED, WATCH = "a pool is broken", "a flight has landed", "chunks have deadlines"
 FINISH, CANCEL, GIVE_UP, EXIT = "finish", "cancel", "give up", "exit"
 
@@ -80,7 +79,6 @@ class Engine:
         self.wakes_at = math.inf  # when the supervisor looks for chunks that are over their time
         self.answers = 0  # that workers of the pool have given
         self._elsewhere = executor
-        self._flags: list[int] = []
         self._closed = False
         self._broken: str | None = None  # how an executor that is not ours has ended
         self._supervise = supervise
@@ -88,7 +86,6 @@ class Engine:
         self._end_lease: Callable[[], None] | None = None
         modules: set[str] = set()
         if arena is not None:
-            self._flags = list(range(1, FLAGS))
             tell = partial(self.inbox.put, BROKEN)
             self.pool = WorkerPool(max_workers, initialize, (arena.fd,), tell, 0, modules)
             self.quarantine = WorkerPool(1, initialize, (arena.fd,), tell, max_workers, modules)
@@ -148,7 +145,7 @@ class Engine:
         if self.arena is not None:
             self.arena.spare = max(self.arena.spare, window)
         with self.lock:
-            flag = self._flags.pop() if trace is not None and self._flags else 0
+            flag = self.board.take_flag() if trace is not None and self.board is not None else 0
         return Run(
             payload=shipment,
             context=context,
@@ -168,8 +165,8 @@ class Engine:
         if self._closed or self.pid != os.getpid():
             raise ClosedError("cannot load after shutdown (or in a child of os.fork); make a new executor or loader")
 
-    def submit(self, run: Run, chunk: Chunk) -> BatchFuture:
-        """Start loading one chunk.
+    def submit(self, run: Run, chunk: Chunk, later: bool = False) -> BatchFuture:
+        """Start loading one chunk; ``later`` has the supervisor launch it, as done callbacks must not.
 
         Raises:
             ClosedError: The executor was shut down.
@@ -186,13 +183,16 @@ class Engine:
             self._start_supervisor()
             self.flights[flight.key] = flight
         try:
-            self.launch(flight)
+            if not later:
+                self.launch(flight)
         except BaseException as error:
             self._land(flight)
             if isinstance(error, BrokenExecutor):
                 raise self._explain(chunk, error) from error
             raise
         run.trace.submit(flight.future.record)
+        if later:
+            self.inbox.put(flight)
         timeout = run.policy.timeout
         if timeout is not None and time.perf_counter() + timeout < self.wakes_at:
             self.inbox.put(WATCH)
@@ -366,9 +366,8 @@ class Engine:
         with self.lock:
             busy = {flight.run for flight in self.flights.values()}
             for run in ended:
-                if run not in busy and run.flag and self.board is not None:
-                    self.board[run.flag] = False
-                    self._flags.append(run.flag)
+                if run not in busy and self.board is not None:
+                    self.board.give_back(run.flag)
         return [run for run in ended if run in busy]
 
     def kill(self) -> None:

@@ -4,34 +4,20 @@
 `InProcess`, which loads here.
 """
 
-import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
-
+from fifobatch.asynchronous import AsyncBatches
 from fifobatch.attempt import brief
 from fifobatch.completion import Completions
 from fifobatch.executor import BatchExecutor
 from fifobatch.inprocess import InProcess
 from fifobatch.measures import Span, Statistics
-from fifobatch.plan import Batch, Failure
+from fifobatch.plan import Failure
 from fifobatch.progress import Progress
 
-__all__ = ["LoaderIterator", "pinning"]
-
-
-def pinning() -> Callable[[Batch[Any]], Batch[Any]]:
-    """Return what copies a batch into pinned memory, of this thread's device also where another thread calls it."""
-    device = torch.accelerator.current_device_index()
-
-    def pin(batch: Batch[Any]) -> Batch[Any]:
-        torch.accelerator.set_device_index(device)
-        return dataclasses.replace(batch, data=torch_pin_memory(batch.data))  # type: ignore[no-untyped-call]
-
-    return pin
+__all__ = ["LoaderIterator"]
 
 
 class LoaderIterator(Iterator[Any]):
@@ -44,6 +30,9 @@ class LoaderIterator(Iterator[Any]):
         executor: Whose workers end with this iterator, if any do.
         most: Batches above which a stream has yielded more than it said; None if it said nothing.
         had_batches: Whether an earlier epoch had some, so that it is worth a warning if this one has none.
+
+    Attributes:
+        quiet: Whether somebody else calls `warn_at_end`.
     """
 
     def __init__(
@@ -63,6 +52,11 @@ class LoaderIterator(Iterator[Any]):
         self._had_batches = had_batches
         self._yielded = 0
         self._warned = False
+        self.quiet = False
+
+    def __aiter__(self) -> AsyncBatches:
+        """Iterate in an event loop, which is not blocked. A task that is cancelled meanwhile closes this."""
+        return AsyncBatches(lambda: self)
 
     def __next__(self) -> Any:
         """Return the next batch to complete.
@@ -89,8 +83,12 @@ class LoaderIterator(Iterator[Any]):
                 )
             return batch
         except StopIteration:
-            self._end()
-            self._warn_at_end()
+            if self._progress is not None:
+                self._progress.close()
+            if self._executor is not None:
+                self._executor.shutdown(wait=False)  # not close(): targets handed out may still be loading
+            if not self.quiet:
+                self.warn_at_end()
             raise
         except BaseException:
             if self._progress is not None:
@@ -122,7 +120,8 @@ class LoaderIterator(Iterator[Any]):
         """Return when each chunk was submitted, started, loaded and delivered: the last 4,096, a span each."""
         return self._batches.trace.timeline()
 
-    def _warn_at_end(self) -> None:
+    def warn_at_end(self) -> None:
+        """Warn of what was odd in this epoch, at the line of the caller's caller; once."""
         failures, had_batches, self._had_batches = self._batches.trace.failures, self._had_batches, False
         if had_batches and not self._yielded and not failures:
             warnings.warn(
@@ -140,13 +139,10 @@ class LoaderIterator(Iterator[Any]):
                 stacklevel=3,
             )
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """Give up what is under way. Idempotent."""
+        self._batches.close()
         if self._progress is not None:
             self._progress.close()
         if self._executor is not None:
             self._executor.close()
-
-    def close(self) -> None:
-        """Give up what is under way. Idempotent."""
-        self._batches.close()
-        self._end()

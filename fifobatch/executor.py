@@ -3,9 +3,7 @@
 Runs in the parent process, in the thread that calls; what goes on behind it is `engine`'s.
 """
 
-import functools
 import itertools
-import multiprocessing
 import threading
 import warnings
 import weakref
@@ -18,7 +16,7 @@ from typing import Any
 from fifobatch import server
 from fifobatch.arena import Arena
 from fifobatch.attempt import NO_POLICY, Policy
-from fifobatch.completion import BatchFuture, Completions
+from fifobatch.completion import BatchFuture, Completions, Loading
 from fifobatch.engine import CANCEL, FINISH, GIVE_UP, Engine
 from fifobatch.errors import PlanError
 from fifobatch.fetch import Payload, StreamOptions
@@ -31,7 +29,7 @@ from fifobatch.supervisor import supervise
 from fifobatch.trace import Trace
 from fifobatch.window import Window, check_count
 
-__all__ = ["BatchExecutor", "check_timeout", "may_have_children", "shared_executor"]
+__all__ = ["BatchExecutor"]
 
 
 class BatchExecutor:
@@ -149,6 +147,7 @@ class BatchExecutor:
         split: str = "auto",
         prefetch_factor: int | None = None,
         stacklevel: int = 2,
+        pair: "Callable[[Run], Loading] | None" = None,
     ) -> Completions:
         """Do what `as_completed` does, with a window of any kind; the engine under `FifoLoader`.
 
@@ -165,11 +164,12 @@ class BatchExecutor:
             split: Who reads what of an ``IterableDataset``; see `FifoLoader`.
             prefetch_factor: How many batches may be asked for at once of each lane of it; by ``window`` if None.
             stacklevel: Of the warning that lanes read the same.
+            pair: Makes what loads pairs of what loads the plan.
 
         Raises:
             ClosedError, PlanError: As `as_completed`.
         """
-        trace = Trace(self._engine.trace)
+        trace = self.new_trace()
         if plan.is_stream and split != "parent" and self.has_own_workers:
             count = num_workers or self.max_workers
             stream = StreamOptions(plan.batch_size, plan.drop_last, split == "stride")
@@ -182,12 +182,44 @@ class BatchExecutor:
             return Completions(lanes, of_lanes, window, select, trace, self, prepare, warn)
         chunks = iter(plan)
         first = list(itertools.islice(chunks, 1))  # a plan without chunks pickles and starts nothing
-        run = None
+        loading: Loading | None = None
         if first:
-            payload = self._payload(plan, num_workers, worker_init_fn, policy)
-            run = self._engine.start_run(payload, plan.seed, window.size, trace)
-            self._latest[plan if owner is None else owner] = run
-        return Completions(itertools.chain(first, chunks), run, window, select, trace, self, prepare)
+            loading = run = self.start_run(
+                plan,
+                window.size,
+                trace,
+                num_workers=num_workers,
+                worker_init_fn=worker_init_fn,
+                policy=policy,
+                owner=plan if owner is None else owner,
+            )
+            if pair is not None:
+                loading = pair(run)
+        return Completions(itertools.chain(first, chunks), loading, window, select, trace, self, prepare)
+
+    def new_trace(self) -> Trace:
+        """Return the trace of one iteration, which counts for this executor, too."""
+        return Trace(self._engine.trace)
+
+    def start_run(
+        self,
+        plan: BatchPlan,
+        window: int,
+        trace: Trace,
+        *,
+        num_workers: int | None,
+        worker_init_fn: Callable[[int], None] | None,
+        policy: Policy,
+        owner: object,
+    ) -> Run:
+        """Ship a plan as it is now, and return what submits chunks of it. Arguments as of `iterate`.
+
+        Raises:
+            ClosedError, PlanError: As `as_completed`.
+        """
+        payload = self._payload(plan, num_workers, worker_init_fn, policy)
+        run = self._latest[owner] = self._engine.start_run(payload, plan.seed, window, trace)
+        return run
 
     def statistics(self) -> Statistics:
         """Return the sums over everything that was loaded here, for all iterators and `submit`.
@@ -254,43 +286,3 @@ def _make_arena() -> Arena | None:
             stacklevel=4,
         )
         return None
-
-
-@functools.cache
-def _warn_daemonic() -> None:
-    warnings.warn("a daemonic process may not have child processes: fifobatch loads in this process", stacklevel=5)
-
-
-def may_have_children() -> bool:
-    """Whether this process may have child processes; warn once if not."""
-    daemonic = multiprocessing.current_process().daemon
-    if daemonic:
-        _warn_daemonic()
-    return not daemonic
-
-
-def shared_executor(
-    executor: BatchExecutor | Executor, num_workers: int | None, worker_init_fn: Callable[[int], None] | None
-) -> BatchExecutor:
-    """Return ``executor`` for use by several loaders.
-
-    Raises:
-        TypeError: It is no executor.
-        ValueError: It does not go with the other arguments.
-    """
-    if num_workers == 0:
-        raise ValueError(f"num_workers=0 loads in this process, and executor={executor!r} elsewhere; give one of them")
-    shared = executor if isinstance(executor, BatchExecutor) else BatchExecutor(executor=executor)
-    if worker_init_fn is not None and not shared.has_own_workers:
-        raise ValueError(f"worker_init_fn={worker_init_fn!r} cannot run in the workers of executor={executor!r}")
-    return shared
-
-
-def check_timeout(timeout: float, num_workers: int, shared: BatchExecutor | None) -> None:
-    """Raise ValueError if a loader cannot keep its ``timeout``: nobody can be killed, or it is no number of seconds."""
-    if not timeout <= threading.TIMEOUT_MAX:
-        raise ValueError(f"timeout={timeout!r}: give seconds, or 0 for ever")
-    if timeout > 0 and num_workers == 0:
-        raise ValueError(f"timeout={timeout} needs worker processes: loading in this process cannot time out")
-    if timeout > 0 and shared is not None and not shared.has_own_workers:
-        raise ValueError(f"timeout={timeout} needs fifobatch's own workers: those of an executor passed in go on")

@@ -61,7 +61,7 @@ class Run:
         lanes: int,
         epoch: int,
         trace: Trace,
-        submit: "Callable[[Run, Chunk], BatchFuture]",
+        submit: "Callable[[Run, Chunk, bool], BatchFuture]",
         abandon: "Callable[[Run], None]",
     ) -> None:
         self.payload = payload
@@ -81,9 +81,9 @@ class Run:
         self._submit = submit
         self._abandon = abandon
 
-    def submit(self, chunk: Chunk) -> BatchFuture:
-        """Start loading ``chunk``."""
-        return self._submit(self, chunk)
+    def submit(self, chunk: Chunk, later: bool = False) -> BatchFuture:
+        """Start loading ``chunk``; ``later`` is for done callbacks."""
+        return self._submit(self, chunk, later)
 
     def end(self) -> None:
         """Give up what is still under way, if anything is. Takes no lock: finalizers call it."""
@@ -259,6 +259,7 @@ class Flight:
             for position in range(len(indices)) if positions is None else positions:
                 failures.setdefault(position, self._failure(position, error, attempts))
         self.future.failures = [failures[position] for position in sorted(failures)]
+        self.future.left_out = tuple(sorted(failures))
         kept = [index for position, index in enumerate(indices) if position not in failures]
         self.future.is_empty = not kept
         chunk = self.future.chunk

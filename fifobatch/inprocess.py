@@ -44,6 +44,7 @@ class InProcess(Iterator[Any]):
         # Begin now: what the sampler draws belongs to the moment of iter().
         self._chunks: Iterator[Chunk] = itertools.chain(list(itertools.islice(chunks, 1)), chunks)
         self._closed = False
+        self.left_out: list[int] = []  # positions, of the chunk that was loaded last
         self.trace.started()
 
     def __next__(self) -> Any:
@@ -128,6 +129,7 @@ class InProcess(Iterator[Any]):
             indices: Its indices.
             count: How many of them "all" are.
         """
+        self.left_out = []
         if not attempt.failed:
             return indices
         errors: dict[int, Exception] = {}
@@ -138,6 +140,7 @@ class InProcess(Iterator[Any]):
         self.trace.failures += [
             Failure(indices[position], chunk.number, errors[position], attempt.attempt) for position in sorted(errors)
         ]
+        self.left_out = sorted(errors)
         return [index for position, index in enumerate(indices) if position not in errors]
 
     def close(self) -> None:

@@ -19,12 +19,14 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fifobatch import server, summary
+from fifobatch import checks, server, summary
+from fifobatch.asynchronous import AsyncBatches
 from fifobatch.attempt import Policy
 from fifobatch.completion import BatchFuture, Completions
-from fifobatch.epoch import LoaderIterator, pinning
+from fifobatch.device import Transfer, check_device
+from fifobatch.epoch import LoaderIterator
 from fifobatch.errors import PlanError
-from fifobatch.executor import BatchExecutor, check_timeout, may_have_children, shared_executor
+from fifobatch.executor import BatchExecutor
 from fifobatch.inprocess import InProcess
 from fifobatch.measures import Span, Statistics
 from fifobatch.plan import Batch, BatchPlan, Failure
@@ -75,11 +77,15 @@ class FifoLoader(DataLoader[T_co]):
             in torch; it has to be a share, by ``get_worker_info()``. ``"auto"`` does the same, and warns if the dataset
             never looks there. ``"stride"``: each of n workers reads all, and keeps every n-th sample. ``"parent"``:
             this process reads, and workers collate (so it is on other executors).
+        device: Where batches arrive, such as ``"cuda"``: tensors, however nested, and objects that have a ``to``. They
+            are copied in a thread and on a stream of their own, as soon as they are complete.
 
     Raises:
-        PlanError: ``multiprocessing_context`` is given.
+        PlanError: ``multiprocessing_context`` is given, or torch sees no such ``device``.
         TypeError, ValueError: An argument or combination that cannot be; where torch checks it, in torch's words.
     """
+
+    _frames = 0  # between this class's __init__ and the user's line
 
     def __init__(
         self,
@@ -110,6 +116,7 @@ class FifoLoader(DataLoader[T_co]):
         progress: bool | Mapping[str, Any] = False,
         executor: BatchExecutor | Executor | None = None,
         split: str = "auto",
+        device: torch.device | str | int | None = None,
     ) -> None:
         if multiprocessing_context is not None:
             raise PlanError(
@@ -118,15 +125,13 @@ class FifoLoader(DataLoader[T_co]):
             )
         if in_order and max_skew not in (None, 0):
             raise ValueError(f"in_order=True and max_skew={max_skew} contradict each other; give one of them")
-        shared = None if executor is None else shared_executor(executor, num_workers, worker_init_fn)
+        shared = None if executor is None else checks.shared_executor(executor, num_workers, worker_init_fn)
         if num_workers is None:
             num_workers = cpu_count() if shared is None else shared.max_workers
         num_workers = check_count("num_workers", num_workers, 0)
-        for name, value in (("collate_fn", collate_fn), ("worker_init_fn", worker_init_fn)):
-            if value is not None and not callable(value):
-                raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a function or leave it out")
+        checks.check_functions(collate_fn=collate_fn, worker_init_fn=worker_init_fn)
         check_options(progress)
-        check_timeout(timeout, num_workers, shared)
+        checks.check_timeout(timeout, num_workers, shared)
         if split not in SPLITS:
             raise ValueError(f"split={split!r}: give one of {', '.join(map(repr, SPLITS))}")
         Policy.of(retries, retry_on, on_error, timeout)
@@ -139,6 +144,8 @@ class FifoLoader(DataLoader[T_co]):
         self.progress = progress
         self.executor = executor
         self.split = split
+        self.device = device
+        self._device = check_device(device)
         self._shared = shared
         self._epoch = 0
         self._warned_pinning = False
@@ -181,6 +188,10 @@ class FifoLoader(DataLoader[T_co]):
             PlanError: The dataset, ``collate_fn`` or ``worker_init_fn`` cannot be pickled; the message names the part.
         """
         return self._iterate(attrgetter("data"))
+
+    def __aiter__(self) -> AsyncBatches:
+        """Start an epoch for ``async for``: like `__iter__`, but nothing of it, the start included, blocks the loop."""
+        return AsyncBatches(self.__iter__)
 
     def batches(self) -> "LoaderIterator":
         """Iterate like the loader itself, but yield `Batch` objects, which know their indices.
@@ -238,7 +249,7 @@ class FifoLoader(DataLoader[T_co]):
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
         plan = BatchPlan.of_loader(self, seed, self._epoch)
         self._had_batches |= plan.is_stream and self._trace.delivered > 0
-        progress = self._make_progress()
+        progress = Progress.of(self.progress, self._length())
         try:
             batches, executor = self._load(plan, select)
         except BaseException:
@@ -256,27 +267,37 @@ class FifoLoader(DataLoader[T_co]):
     def _load(
         self, plan: BatchPlan, select: Callable[[Batch[Any]], Any]
     ) -> "tuple[Completions | InProcess, BatchExecutor | None]":
-        if self.num_workers == 0 or (self._shared is None and not may_have_children()):
-            return InProcess(plan, _pinned(select) if self._pins() else select, self._policy), None
+        transfer = Transfer.of(self._pins(), self._device)
+        if self.num_workers == 0 or (self._shared is None and not checks.may_have_children()):
+            return self._load_here(plan, select, transfer), None
         executor = self._executor()
-        batches = executor.iterate(
-            plan,
-            self._make_window(),
-            select,
-            num_workers=self.num_workers,
-            worker_init_fn=self.worker_init_fn,
-            policy=self._policy,
-            prepare=pinning() if self._pins() else None,
-            owner=self,
-            split=self.split,
-            prefetch_factor=self.prefetch_factor,
-            stacklevel=3,
-        )
+        batches = self._load_there(executor, plan, select, transfer)
         if self._end_lease is None and executor.has_own_workers and batches.under_way:
             # The fork server stays warm as long as this loader may want it again.
             self._end_lease = finalizer = weakref.finalize(self, server.servers.lease())
             finalizer.atexit = False
         return batches, executor
+
+    def _load_here(self, plan: BatchPlan, select: Callable[[Batch[Any]], Any], transfer: Transfer) -> InProcess:
+        do = transfer.at_once
+        return InProcess(plan, select if do is None else lambda batch: select(do(batch)), self._policy)
+
+    def _load_there(
+        self, executor: BatchExecutor, plan: BatchPlan, select: Callable[[Batch[Any]], Any], transfer: Transfer
+    ) -> Completions:
+        return executor.iterate(
+            plan,
+            self._make_window(),
+            transfer.before(select),
+            num_workers=self.num_workers,
+            worker_init_fn=self.worker_init_fn,
+            policy=self._policy,
+            prepare=transfer.prepare,
+            owner=self,
+            split=self.split,
+            prefetch_factor=self.prefetch_factor,
+            stacklevel=3,
+        )
 
     @property
     def _policy(self) -> Policy:
@@ -300,11 +321,6 @@ class FifoLoader(DataLoader[T_co]):
             size = max(1, (self.prefetch_factor or 0) * self.num_workers)
         return Window(size, 0 if self.in_order else self.max_skew, self.max_bytes)
 
-    def _make_progress(self) -> Progress | None:
-        if self.progress is False:
-            return None
-        return Progress(self._length(), self.progress if isinstance(self.progress, Mapping) else {})
-
     def _length(self) -> int | None:
         try:
             return len(self)
@@ -324,13 +340,8 @@ class FifoLoader(DataLoader[T_co]):
 
     def check_worker_number_rationality(self) -> None:
         """Warn above two workers a core (torch warns above one; loading is often waiting)."""
-        cores = cpu_count()
-        if self.num_workers > 2 * cores and self._shared is None:
-            warnings.warn(
-                f"num_workers={self.num_workers} is more than two a core: this process may use {cores}. Try "
-                f"num_workers={2 * cores} or fewer, unless your samples mostly wait",
-                stacklevel=4,
-            )
+        if self._shared is None:
+            checks.warn_of_many_workers(self.num_workers, stacklevel=5 + self._frames)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the epoch's number to the sampler, the batch sampler and the dataset, if they want to know it.
@@ -387,8 +398,3 @@ class FifoLoader(DataLoader[T_co]):
 
 def _whole(batch: Batch[Any]) -> Batch[Any]:
     return batch
-
-
-def _pinned(select: Callable[[Batch[Any]], Any]) -> Callable[[Batch[Any]], Any]:
-    pin = pinning()
-    return lambda batch: select(pin(batch))

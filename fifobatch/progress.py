@@ -27,6 +27,13 @@ class Progress:
         self._started = time.perf_counter()
         self.close = weakref.finalize(self, self._bar.close)
 
+    @classmethod
+    def of(cls, progress: bool | Mapping[str, Any], total: int | None) -> "Progress | None":
+        """Return the bar that a loader's ``progress`` asks for."""
+        if progress is False:
+            return None
+        return cls(total, progress if isinstance(progress, Mapping) else {})
+
     def update(self, under_way: int, seconds_waited: float) -> None:
         """Count one more yielded batch.
 

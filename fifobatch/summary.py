@@ -12,7 +12,7 @@ __all__ = ["describe_dataset", "html_table", "line"]
 
 # Shown where they are not the default.
 FLAGS = ("pin_memory", "drop_last", "timeout", "persistent_workers", "in_order", "progress")
-OPTIONS = ("worker_init_fn", "generator", "max_skew", "max_bytes", "executor")
+OPTIONS = ("worker_init_fn", "generator", "max_skew", "max_bytes", "executor", "device")
 ERRORS = {"retries": 0, "retry_on": Exception, "on_error": "raise"}
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable
+from operator import attrgetter
 
 from fifobatch.measures import RING, Span, Statistics
 from fifobatch.plan import Failure
@@ -52,6 +53,7 @@ class Trace:
     Attributes:
         failures: The samples that were left out.
         seconds_waited: What the consumer has spent inside ``iter()`` and ``next()``.
+        beside: Another iteration's, which the timeline shows, too.
     """
 
     def __init__(self, parent: "Trace | None" = None) -> None:
@@ -73,6 +75,7 @@ class Trace:
         self._retries = self._reloads = 0
         self.failures: list[Failure] = []
         self.seconds_waited = 0.0
+        self.beside: Trace | None = None
 
     # -- what happens
 
@@ -211,6 +214,9 @@ class Trace:
     def timeline(self) -> tuple[Span, ...]:
         """Return a span a chunk, in order of submission, of the last `RING` chunks."""
         with self._lock:
+            records = list(self._records)
+            if self.beside is not None:
+                records = sorted([*records, *self.beside._records], key=attrgetter("submitted"))
             return tuple(
                 Span(
                     number=record.number,
@@ -223,7 +229,7 @@ class Trace:
                     bytes=record.bytes,
                     error=record.error,
                 )
-                for record in self._records
+                for record in records
             )
 
     def statistics(self) -> Statistics:

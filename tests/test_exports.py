@@ -55,6 +55,7 @@ def test_the_surface_is_this():
         "Failure",
         "FifoLoader",
         "FifobatchError",
+        "PairedLoader",
         "PlanError",
         "SampleError",
         "Span",

@@ -29,6 +29,7 @@ from fifobatch import (
     PlanError,
     SampleError,
 )
+from fifobatch.pool import cpu_count
 from fifobatch.testing import ManualExecutor
 
 pytestmark = pytest.mark.filterwarnings("ignore:num_workers=.* is more than two a core")  # so that 2 cores are enough
@@ -703,6 +704,12 @@ def test_an_attribute_that_may_be_set_takes_effect():
     loader.num_workers = 1
     with pytest.raises(ValueError, match="window=0"):
         iter(loader)
+
+
+def test_the_default_is_a_worker_for_each_core_that_this_process_may_use():
+    assert FifoLoader(range(4)).num_workers == cpu_count() <= len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(5) as threads:
+        assert FifoLoader(range(4), executor=threads).num_workers == 5
 
 
 def test_many_workers_are_warned_of_at_the_users_line():

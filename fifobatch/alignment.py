@@ -1,0 +1,174 @@
+"""How the chunks of two halves belong together; and, where there are no workers, pairs loaded here.
+
+`Alignment` is pure; `InProcessPairs` runs in the consumer's thread.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from operator import index as as_int
+from typing import Any, NamedTuple
+
+from fifobatch.attempt import NO_POLICY, Policy
+from fifobatch.device import Prepare
+from fifobatch.errors import PlanError
+from fifobatch.inprocess import InProcess
+from fifobatch.plan import Batch, BatchPlan, Chunk, chunk_seed
+from fifobatch.trace import Record
+
+__all__ = ["Alignment", "InProcessPairs", "say_half"]
+
+TARGET_STREAM = -2  # of a chunk's seed
+
+
+class Alignment(NamedTuple):
+    """How a target's chunk follows from its input's.
+
+    Attributes:
+        collates: Whether a chunk's indices are a list.
+        shares: Whether both have the same seed.
+        lengths: Those of inputs and targets, where target indices wrap around.
+    """
+
+    collates: bool
+    shares: bool
+    lengths: tuple[int, int] | None
+
+    def target(self, chunk: Chunk) -> Chunk:
+        """Return the target's chunk."""
+        indices = chunk.indices
+        if self.lengths is not None:
+            indices = [self._wrap(index) for index in indices] if self.collates else self._wrap(indices)
+        return Chunk(chunk.number, indices, chunk.seed if self.shares else chunk_seed(chunk.seed, 0, TARGET_STREAM))
+
+    def _wrap(self, index: Any) -> int:
+        assert self.lengths is not None
+        inputs, targets = self.lengths
+        try:
+            number = as_int(index)
+        except TypeError:
+            raise PlanError(
+                f"cycle_targets=True, but the sampler yielded {index!r}, a {type(index).__name__}: only whole numbers "
+                "wrap around. Leave out cycle_targets, or give a sampler of ints"
+            ) from None
+        return (number + inputs if number < 0 else number) % targets
+
+    def without(self, chunk: Chunk, left_out: Iterable[int]) -> Chunk | None:
+        """Return what is left of a chunk without these positions; None if nothing is."""
+        lost = set(left_out)
+        rest = [index for position, index in enumerate(chunk.indices) if position not in lost] if self.collates else []
+        return dataclasses.replace(chunk, indices=rest) if rest else None
+
+
+def say_half(error: Exception, half: str, number: int | None = None) -> Exception:
+    """Return ``error`` with a note that says of which half it is: of pair ``number``, or of all."""
+    note = f"It is of the {half}s of a PairedLoader." if number is None else f"It is the {half} of pair {number}."
+    if note not in getattr(error, "__notes__", ()):  # several samples may have one error
+        error.add_note(note)
+    return error
+
+
+class InProcessPairs(InProcess):
+    """Load pairs when they are asked for, in this process: targets are done when they are handed out.
+
+    Args:
+        plan: What to load of the inputs.
+        targets: What to load of the targets.
+        alignment: How the targets' chunks follow from the inputs'.
+        zips: Whether to yield both halves as batches.
+        select: What to yield of a pair.
+        policy: What becomes of chunks that fail.
+        prepare: Done to the batches of either half.
+    """
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        targets: BatchPlan,
+        alignment: Alignment,
+        zips: bool,
+        select: Callable[[Batch[Any]], Any],
+        policy: Policy = NO_POLICY,
+        prepare: Prepare | None = None,
+    ) -> None:
+        super().__init__(plan, select, policy)
+        targets.index_sampler = ()  # the chunks come from the inputs'
+        self._targets = InProcess(targets, _same, policy if zips else policy._replace(skip=False))
+        self._alignment = alignment
+        self._zips = zips
+        self._prepare = prepare or _same
+        self.trace.beside = self._targets.trace
+
+    def _load(self, chunk: Chunk, record: Record) -> Batch[Any] | None:
+        if self._zips:
+            return self._load_both(chunk, record)
+        batch = self._load_input(chunk, record)
+        if batch is None:
+            return None
+        target_chunk = self._alignment.target(dataclasses.replace(chunk, indices=batch.indices))
+        target: Future[Any] = Future()
+        try:
+            loaded = self._load_target(target_chunk)
+            assert loaded is not None
+            target.set_result(loaded.data)
+        except Exception as error:  # what the user's code raises for the target is its future's
+            target.set_exception(error)
+        try:
+            return dataclasses.replace(batch, data=(batch.data, target))
+        finally:
+            del batch, target  # an error's traceback holds this frame
+
+    def _load_both(self, chunk: Chunk, record: Record) -> Batch[Any] | None:
+        rest: Chunk | None = chunk
+        halves: list[Batch[Any] | None] = [None, None]
+        while rest is not None:
+            target_chunk = self._alignment.target(rest)
+            lost: list[set[int]] = [set(), set()]
+            if halves[0] is None:
+                halves[0] = self._load_input(rest, record)
+                lost[0] = set(self.left_out)
+            if halves[1] is None:
+                halves[1] = self._load_target(target_chunk)
+                lost[1] = set(self._targets.left_out)
+            if not (lost[0] or lost[1]):
+                assert halves[0] is not None
+                assert halves[1] is not None
+                return Batch(chunk.number, rest.indices, (halves[0].data, halves[1].data))
+            rest = self._alignment.without(rest, lost[0] | lost[1])
+            halves = [half if each == lost[0] | lost[1] else None for half, each in zip(halves, lost)]
+        return None
+
+    def _load_input(self, chunk: Chunk, record: Record) -> Batch[Any] | None:
+        known = len(self.trace.failures)
+        try:
+            batch = super()._load(chunk, record)
+            return batch and self._prepare(batch)
+        except Exception as error:
+            say_half(error, "input", chunk.number)
+            raise
+        finally:
+            for failure in self.trace.failures[known:]:
+                say_half(failure.error, "input", chunk.number)
+
+    def _load_target(self, chunk: Chunk) -> Batch[Any] | None:
+        trace, record = self._targets.trace, Record(chunk.number)
+        known = len(trace.failures)
+        trace.submit(record)
+        failed = None
+        try:
+            batch = self._targets._load(chunk, record)
+            return batch and self._prepare(batch)
+        except Exception as error:
+            failed = type(error).__name__
+            say_half(error, "target", chunk.number)
+            raise
+        finally:
+            for failure in trace.failures[known:]:
+                say_half(failure.error, "target", chunk.number)
+                self.trace.failures.append(failure)
+            trace.hand_over(record, failed)
+            trace.deliver(record)
+
+
+def _same(batch: Batch[Any]) -> Batch[Any]:
+    return batch
