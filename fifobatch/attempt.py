@@ -17,6 +17,7 @@ __all__ = [
     "SETTING_UP",
     "Again",
     "Attempt",
+    "Later",
     "Located",
     "Policy",
     "brief",
@@ -74,6 +75,10 @@ class Located(Exception):
 
 class Again(Exception):
     """The chunk has failed and is to be tried again."""
+
+
+class Later(Exception):
+    """Another batch of the lane is to be tried again before this one."""
 
 
 class Attempt:

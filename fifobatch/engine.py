@@ -305,11 +305,11 @@ class Engine:
             return
         kind, body, mark = inner.result()
         self.answers += 1
-        if kind == "again" and not flight.run.over:
-            flight.attempt += 1
-            flight.run.trace.again(died=False)
+        if kind in ("unknown", "again", "later"):
+            if kind == "again" and not flight.run.over:
+                flight.attempt += 1
+                flight.run.trace.again(died=False)
             self.give_back(flight)
-        if kind in ("unknown", "again"):
             self.inbox.put(flight)
             return
         result: Batch[Any] | Exception | None = None

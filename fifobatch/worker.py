@@ -31,7 +31,7 @@ import torch.utils.data
 from torch.utils.data._utils import worker as _torch_worker
 
 from fifobatch.arena import Arena, Room
-from fifobatch.attempt import PACKING, SETTING_UP, Again, Attempt, Located, brief
+from fifobatch.attempt import PACKING, SETTING_UP, Again, Attempt, Later, Located, brief
 from fifobatch.board import Board, Record
 from fifobatch.fetch import ABANDONED, NOTHING, Payload, fetch, seed_all
 from fifobatch.lane import Lane, WatchedInfo
@@ -239,6 +239,8 @@ def load(data: bytes) -> Answer:
             return answer(kind, pickled)
     except Again:
         return answer("again")
+    except Later:
+        return answer("later")
     except BaseException as error:  # the process boundary: what the user's code raises must not break the pool
         _end_if_forked(worker, error)
         told = located_report(error, f"{'preparing' if kind is None else 'packing the batch of'} chunk {task.number}")
