@@ -106,12 +106,12 @@ class Lane:
                 return ABANDONED
             if self._over is not None:
                 return self._share(None, 0, True)
-        first = self._next * self._size
+        first = self._next * self.size
         samples = self._read(attempt)
         if samples is ABANDONED:
             return ABANDONED
         count = len(samples)
-        if not count or (self._stream.drop_last and count < self._size):
+        if not count or (self._stream.drop_last and count < self.size):
             return self._share(None, 0, True)
         data = collated(
             self._plan,
@@ -127,7 +127,8 @@ class Lane:
         return Share(data, count, is_last, self._stream.stride or self._is_split())
 
     @property
-    def _size(self) -> int:
+    def size(self) -> int:
+        """Samples a batch."""
         return self._stream.batch_size or 1
 
     def _start(self, attempt: Attempt) -> None:
@@ -139,7 +140,7 @@ class Lane:
             self._source = iter(self._plan.dataset)
         except BaseException as error:  # whatever it is, it gets its place and goes on
             self._over = -1
-            attempt.fail(None, error, f"iter(dataset), {self}")
+            attempt.fail((0,), error, f"iter(dataset), {self}; this lane is over")
             return
         self._iterator = self._source
         if self._stream.stride:
@@ -148,10 +149,10 @@ class Lane:
     def _read(self, attempt: Attempt) -> Any:
         """Return the samples of the next batch; fewer if the lane ends."""
         samples: list[Any] = []
-        position = self._next * self._size
+        position = self._next * self.size
         if self._next:
             self._seed(self._next)
-        while len(samples) < self._size and self._iterator is not None:
+        while len(samples) < self.size and self._iterator is not None:
             if attempt.at(position + len(samples)):
                 self.close()
                 return ABANDONED
