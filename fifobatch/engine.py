@@ -238,6 +238,9 @@ class Engine:
             OSError: There is no memory for its indices.
         """
         run, chunk, future = flight.run, flight.future.chunk, flight.future
+        if flight.is_of_ended_lane:  # asked for when its consumer did not know that yet
+            self.settle(flight, flight.void())
+            return
         flight.lost = False
         if self.arena is None:
             assert self._elsewhere is not None
@@ -270,10 +273,7 @@ class Engine:
             )
             try:
                 inner = pool.submit(load, task.to_bytes())
-            except (
-                BrokenExecutor,
-                ClosedError,
-            ):  # the supervisor will replace the pool, and launch it again
+            except (BrokenExecutor, ClosedError):  # the supervisor will replace the pool, and launch it again
                 flight.lost = True
                 self.inbox.put(BROKEN)
                 return

@@ -164,6 +164,16 @@ class Flight:
         self.run.ended_lanes.add(self.lane)
         return error
 
+    def void(self) -> Batch[Any]:
+        """Return what to complete it with if there is no such batch, as its lane was over before."""
+        self.future.is_void = self.future.is_last = True
+        return Batch(self.future.chunk.number, None, None)
+
+    @property
+    def is_of_ended_lane(self) -> bool:
+        """Whether its lane has killed its process, or was over its time, too often."""
+        return bool(self.run.lanes) and self.lane in self.run.ended_lanes
+
     @property
     def lane(self) -> int:
         """The lane of the stream that it is a batch of."""

@@ -228,9 +228,8 @@ class _Supervisor:
         if result is not None and not flight.run.over:
             self._engine.settle(flight, result)
             return
-        if flight.run.lanes and flight.lane in flight.run.ended_lanes:
-            flight.future.is_void = flight.future.is_last = True
-            self._engine.settle(flight, Batch(flight.future.chunk.number, None, None))
+        if flight.is_of_ended_lane:
+            self._engine.settle(flight, flight.void())
             return
         flight.run.trace.again(died=died)
         if flight.suspect and flight is not self._confined:
