@@ -106,15 +106,16 @@ class Engine:
         elif pool is self.quarantine:
             self.quarantine = pool.renewed()
         else:
-            self.lanes = {lane: pool.renewed() if own is pool else own for lane, own in self.lanes.items()}
+            for lane in [lane for lane, own in list(self.lanes.items()) if own is pool]:
+                self.lanes[lane] = pool.renewed()  # the dict stays: another thread may be adding a lane
 
     def _pool_for(self, flight: Flight) -> WorkerPool:
         assert self.pool is not None
         assert self.quarantine is not None
         if not flight.run.lanes:
             return self.quarantine if flight.suspect else self.pool
-        if flight.lane not in self.lanes:
-            self.lanes[flight.lane] = self.pool.renewed(1, self.pool.max_workers + 1 + flight.lane)
+        if flight.lane not in self.lanes:  # setdefault: two threads may come here at once
+            self.lanes.setdefault(flight.lane, self.pool.renewed(1, self.pool.max_workers + 1 + flight.lane))
         return self.lanes[flight.lane]
 
     @property
