@@ -115,6 +115,9 @@ class Attempt:
         """Note the next step; return whether the chunk was abandoned."""
         return False
 
+    def restart(self) -> None:
+        """Note that the time of the chunk runs from now on."""
+
     def recovers(self, error: BaseException) -> bool:
         """Whether the samples that raised ``error`` are to be left out.
 

@@ -106,6 +106,7 @@ class Lane:
                 return ABANDONED
             if self._over is not None:
                 return self._share(None, 0, True)
+            attempt.restart()
         first = self._next * self.size
         samples = self._read(attempt)
         if samples is ABANDONED:

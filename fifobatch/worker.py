@@ -191,6 +191,9 @@ class _Attempt(Attempt):
         self._worker = worker
         self._run = task.run
 
+    def restart(self) -> None:
+        _run(self._worker, self.policy.timeout)
+
     def at(self, step: int) -> bool:
         self._worker.record.at(step)
         return self._worker.board[self._run]
@@ -201,13 +204,17 @@ class _Attempt(Attempt):
         return super().recovers(error) or self.policy.skip
 
 
-@contextlib.contextmanager
-def _running(worker: _Worker, timeout: float | None) -> Iterator[None]:
-    """Say that the chunk runs. When it is over its time, this process writes its stack, and its parent kills it."""
+def _run(worker: _Worker, timeout: float | None) -> None:
     worker.record.run()
     if timeout is not None:
         worker.record.rewind(worker.stack)
         faulthandler.dump_traceback_later(max(timeout, 1e-6), file=worker.stack)  # less is refused
+
+
+@contextlib.contextmanager
+def _running(worker: _Worker, timeout: float | None) -> Iterator[None]:
+    """Say that the chunk runs. When it is over its time, this process writes its stack, and its parent kills it."""
+    _run(worker, timeout)
     try:
         yield
     finally:
