@@ -17,6 +17,7 @@ __all__ = [
     "SETTING_UP",
     "Again",
     "Attempt",
+    "Later",
     "Located",
     "Policy",
     "brief",
@@ -76,6 +77,10 @@ class Again(Exception):
     """The chunk has failed and is to be tried again."""
 
 
+class Later(Exception):
+    """Another batch of the lane is to be tried again before this one."""
+
+
 class Attempt:
     """One try at one chunk: notes where it is, and decides what becomes of an error.
 
@@ -109,6 +114,9 @@ class Attempt:
     def at(self, step: int) -> bool:
         """Note the next step; return whether the chunk was abandoned."""
         return False
+
+    def restart(self) -> None:
+        """Note that the time of the chunk runs from now on."""
 
     def recovers(self, error: BaseException) -> bool:
         """Whether the samples that raised ``error`` are to be left out.

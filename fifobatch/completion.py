@@ -172,9 +172,6 @@ class Completions(Iterator[Any]):
             requested = time.perf_counter()
             try:
                 future = self._next_future()
-                if self._lanes is not None and self._lanes.repeats and self._warn_of_repeats is not None:
-                    stacklevel, self._warn_of_repeats = self._warn_of_repeats, None
-                    warnings.warn(REPEATS, stacklevel=stacklevel)
             except (Exception, StopIteration):
                 self.trace.wait(requested)
                 raise
@@ -198,6 +195,9 @@ class Completions(Iterator[Any]):
                     self._raise_end()
                 self._receive()
                 self._check_open()
+            if self._lanes is not None and self._lanes.repeats and self._warn_of_repeats is not None:
+                stacklevel, self._warn_of_repeats = self._warn_of_repeats + 1, None
+                warnings.warn(REPEATS, stacklevel=stacklevel)  # now, as it may be an error: then the batch still comes
             _, future = self._window.deliver()
             self.trace.hand_over(future.record, future.error_name)
             self.trace.failures += future.failures

@@ -28,6 +28,7 @@ from fifobatch.answers import explain, opened
 from fifobatch.arena import Arena, Room
 from fifobatch.board import Board
 from fifobatch.completion import BatchFuture
+from fifobatch.crew import Crew
 from fifobatch.elsewhere import load_elsewhere
 from fifobatch.errors import ClosedError, WorkerDiedError
 from fifobatch.exits import after_fork_in_child, at_exit, end_with_main_thread
@@ -39,7 +40,7 @@ from fifobatch.shipping import Shipments, pickle_task
 from fifobatch.tasks import Answer, Context, Task
 from fifobatch.trace import Trace
 from fifobatch.transport import TASK_BYTES, pack
-from fifobatch.worker import initialize, load
+from fifobatch.worker import load
 
 __all__ = ["BROKEN", "CANCEL", "EXIT", "FINISH", "GIVE_UP", "LANDED", "Engine"]
 
@@ -69,9 +70,6 @@ class Engine:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.arena = arena
         self.board = None if arena is None else Board(arena)
-        self.pool: WorkerPool | None = None
-        self.quarantine: WorkerPool | None = None
-        self.lanes: dict[int, WorkerPool] = {}  # of streams: a process each
         self.trace = Trace()
         self.flights: dict[int, Flight] = {}
         self.lock = threading.Lock()
@@ -85,36 +83,15 @@ class Engine:
         self._supervisor: threading.Thread | None = None
         self._end_lease: Callable[[], None] | None = None
         modules: set[str] = set()
-        if arena is not None:
-            tell = partial(self.inbox.put, BROKEN)
-            self.pool = WorkerPool(max_workers, initialize, (arena.fd,), tell, 0, modules)
-            self.quarantine = WorkerPool(1, initialize, (arena.fd,), tell, max_workers, modules)
+        tell = partial(self.inbox.put, BROKEN)
+        self.crew = None if arena is None else Crew(max_workers, arena.fd, tell, modules)
         self._shipments = Shipments(arena, modules)
         _engines.add(self)
 
     @property
     def pools(self) -> list[WorkerPool]:
-        """The pools of ours: the workers, the process of quarantine, and the lanes."""
-        return [pool for pool in (self.pool, self.quarantine, *list(self.lanes.values())) if pool is not None]
-
-    def renew(self, pool: WorkerPool) -> None:
-        """Put a new pool into the place of one of ours."""
-        if pool is self.pool:
-            self.pool = pool.renewed()
-        elif pool is self.quarantine:
-            self.quarantine = pool.renewed()
-        else:
-            [lane] = [lane for lane, own in list(self.lanes.items()) if own is pool]  # another thread may add one
-            self.lanes[lane] = pool.renewed()
-
-    def _pool_for(self, flight: Flight) -> WorkerPool:
-        assert self.pool is not None
-        assert self.quarantine is not None
-        if not flight.run.lanes:
-            return self.quarantine if flight.suspect else self.pool
-        if flight.lane not in self.lanes:
-            self.lanes[flight.lane] = self.pool.renewed(1, self.pool.max_workers + 1 + flight.lane)
-        return self.lanes[flight.lane]
+        """Those of ours; none where another executor loads."""
+        return [] if self.crew is None else self.crew.pools
 
     @property
     def usable(self) -> bool:
@@ -211,7 +188,7 @@ class Engine:
 
     def _start_supervisor(self) -> None:
         if self._supervisor is None:
-            if self.pool is not None:
+            if self.crew is not None:
                 self._end_lease = server.servers.lease()
             end_with_main_thread(_end_engines)
             self._supervisor = threading.Thread(
@@ -241,15 +218,18 @@ class Engine:
             OSError: There is no memory for its indices.
         """
         run, chunk, future = flight.run, flight.future.chunk, flight.future
+        if flight.is_of_ended_lane:  # asked for when its consumer did not know that yet
+            self.settle(flight, flight.void())
+            return
         flight.lost = False
-        if self.arena is None:
+        if self.arena is None or self.crew is None:
             assert self._elsewhere is not None
             items = chunk.items if isinstance(chunk, StreamChunk) else chunk.indices
             body = (chunk.number, items, chunk.seed)
             arguments = (run.payload.token, payload, self._shipments.alive, body, flight.attempt)
             inner = self._elsewhere.submit(load_elsewhere, *arguments)
         else:
-            pool = flight.pool = self._pool_for(flight)
+            pool = flight.pool = self.crew.pool_for(flight)
             pickled = pickle_task(chunk, tuple(flight.left_out))
             flight.slot = self.arena.take()
             task = Task(
@@ -273,10 +253,7 @@ class Engine:
             )
             try:
                 inner = pool.submit(load, task.to_bytes())
-            except (
-                BrokenExecutor,
-                ClosedError,
-            ):  # the supervisor will replace the pool, and launch it again
+            except (BrokenExecutor, ClosedError):  # the supervisor will replace the pool, and launch it again
                 flight.lost = True
                 self.inbox.put(BROKEN)
                 return
@@ -308,11 +285,11 @@ class Engine:
             return
         kind, body, mark = inner.result()
         self.answers += 1
-        if kind == "again" and not flight.run.over:
-            flight.attempt += 1
-            flight.run.trace.again(died=False)
+        if kind in ("unknown", "again", "later"):
+            if kind == "again" and not flight.run.over:
+                flight.attempt += 1
+                flight.run.trace.again(died=False)
             self.give_back(flight)
-        if kind in ("unknown", "again"):
             self.inbox.put(flight)
             return
         result: Batch[Any] | Exception | None = None
@@ -391,7 +368,7 @@ def _end_engines() -> None:
     """At interpreter exit: nobody waits for a long sample."""
     for engine in list(_engines):
         supervisor = engine.shutdown(EXIT)
-        if supervisor is not None and engine.pool is not None:
+        if supervisor is not None and engine.crew is not None:
             engine.kill()  # the supervisor may be waiting for the workers to end
             supervisor.join()
 

@@ -95,7 +95,7 @@ class BatchExecutor:
     @property
     def has_own_workers(self) -> bool:
         """Whether it loads in worker processes of its own, not on an executor passed in."""
-        return self._engine.pool is not None
+        return self._engine.crew is not None
 
     @property
     def usable(self) -> bool:

@@ -171,6 +171,16 @@ class Flight:
         self.run.ended_lanes.add(self.lane)
         return error
 
+    def void(self) -> Batch[Any]:
+        """Return what to complete it with if there is no such batch, as its lane was over before."""
+        self.future.is_void = self.future.is_last = True
+        return Batch(self.future.chunk.number, None, None)
+
+    @property
+    def is_of_ended_lane(self) -> bool:
+        """Whether its lane has killed its process, or was over its time, too often."""
+        return bool(self.run.lanes) and self.lane in self.run.ended_lanes
+
     @property
     def lane(self) -> int:
         """The lane of the stream that it is a batch of."""
@@ -231,16 +241,16 @@ class Flight:
         number, future = self.future.chunk.number, self.future
         first = number // self.run.lanes * (options.batch_size or 1)
         step, start = (self.run.lanes, self.lane) if options.stride else (1, 0)
-        indices = [start + step * position for position in range(first, first + samples + 1)]
+        indices = [start + step * position for position in range(first, first + samples)]
         future.failures = [
-            Failure(indices[position], number, error, self.attempt + self._died)
+            Failure(start + step * (first + position), number, error, self.attempt + self._died)
             for positions, error in failed
             for position in (range(samples) if positions is None else positions)
         ]
         future.is_last, future.is_split = is_last, is_split or not samples
         future.is_empty = bool(future.failures) and data is None
         future.is_void = not samples and not future.failures
-        return Batch(number, indices[:samples] if self.run.collates else indices[0], data)
+        return Batch(number, indices if self.run.collates or not indices else indices[0], data)
 
     def without(
         self, failed: Iterable[tuple[tuple[int, ...] | None, Exception]], data: Any, attempts: int | None = None

@@ -113,8 +113,9 @@ class InProcess(Iterator[Any]):
         share = lane.load(chunk.number, attempt)
         if share.is_last:
             self._chunks = iter(())
-        first = chunk.number * ((self._payload.stream and self._payload.stream.batch_size) or 1)
-        indices = list(range(first, first + share.samples + 1))  # one more, which may have failed
+        first = chunk.number * lane.size
+        # A sample that has failed comes after the others, also after those that drop_last leaves out.
+        indices = list(range(first, first + lane.size))
         kept = self._note_failures(chunk, attempt, indices, share.samples)[: share.samples]
         if not share.samples or share.data is NOTHING:
             return None if attempt.failed else VOID

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch.utils.data
 
 from fifobatch.arena import Room
-from fifobatch.attempt import SETTING_UP, Attempt
+from fifobatch.attempt import SETTING_UP, Again, Attempt, Later
 from fifobatch.fetch import ABANDONED, Payload, collated
 
 __all__ = ["Lane", "Share", "WatchedInfo"]
@@ -72,14 +72,30 @@ class Lane:
         self._iterator: Iterator[Any] | None = None  # the lane's share of it
         self._next = 0  # the batch that the iterator comes to next
         self._over: int | None = None  # the batch with which the lane has ended
+        self._again: int | None = None  # the batch that is to be tried again, before any that follows it
+        self._sent_back: set[int] = set()  # those that came before it all the same
 
     def load(self, batch: int, attempt: Attempt, room: Room | None = None) -> Any:
         """Return batch ``batch`` of the lane as a `Share`; `ABANDONED` if nobody wants it any more.
 
         Raises:
             Again: It is to be tried again.
+            Later: It comes too early: an earlier one is to be tried again.
             Located: From whatever the user's code raises. If that was the iterator, the lane is over.
         """
+        if self._again is not None and batch > self._again and batch not in self._sent_back:
+            self._sent_back.add(batch)  # once, so that nothing goes round for ever
+            raise Later
+        self._again = None
+        try:
+            return self._load(batch, attempt, room)
+        except Again:
+            self.close()
+            self._over, self._again = None, batch
+            self._sent_back.clear()
+            raise
+
+    def _load(self, batch: int, attempt: Attempt, room: Room | None) -> Any:
         if self._over is not None and batch > self._over:
             return self._share(None, 0, True)
         if self._iterator is None or self._next > batch:
@@ -90,12 +106,13 @@ class Lane:
                 return ABANDONED
             if self._over is not None:
                 return self._share(None, 0, True)
-        first = self._next * self._size
+            attempt.restart()
+        first = self._next * self.size
         samples = self._read(attempt)
         if samples is ABANDONED:
             return ABANDONED
         count = len(samples)
-        if not count or (self._stream.drop_last and count < self._size):
+        if not count or (self._stream.drop_last and count < self.size):
             return self._share(None, 0, True)
         data = collated(
             self._plan,
@@ -111,7 +128,8 @@ class Lane:
         return Share(data, count, is_last, self._stream.stride or self._is_split())
 
     @property
-    def _size(self) -> int:
+    def size(self) -> int:
+        """Samples a batch."""
         return self._stream.batch_size or 1
 
     def _start(self, attempt: Attempt) -> None:
@@ -123,7 +141,7 @@ class Lane:
             self._source = iter(self._plan.dataset)
         except BaseException as error:  # whatever it is, it gets its place and goes on
             self._over = -1
-            attempt.fail(None, error, f"iter(dataset), {self}")
+            attempt.fail((0,), error, f"iter(dataset), {self}; this lane is over")
             return
         self._iterator = self._source
         if self._stream.stride:
@@ -132,10 +150,10 @@ class Lane:
     def _read(self, attempt: Attempt) -> Any:
         """Return the samples of the next batch; fewer if the lane ends."""
         samples: list[Any] = []
-        position = self._next * self._size
+        position = self._next * self.size
         if self._next:
             self._seed(self._next)
-        while len(samples) < self._size and self._iterator is not None:
+        while len(samples) < self.size and self._iterator is not None:
             if attempt.at(position + len(samples)):
                 self.close()
                 return ABANDONED

@@ -126,7 +126,7 @@ class _Supervisor:
 
     def _close_stream(self, run: Run) -> None:
         """Have the lanes close their iterators: a generator's ``finally`` runs."""
-        for pool in list(self._engine.lanes.values()) if run.lanes else []:
+        for pool in list(self._engine.crew.lanes.values()) if self._engine.crew and run.lanes else []:
             if pool.started and pool.usable:
                 with contextlib.suppress(BrokenExecutor, RuntimeError):  # it has died, or the interpreter is exiting
                     pool.submit(close_stream, run.key)
@@ -171,8 +171,9 @@ class _Supervisor:
             pool: Ours, broken or with workers to be killed.
             overdue: The chunks that are over their time, where they are.
         """
-        engine, board = self._engine, self._engine.board
+        engine, board, crew = self._engine, self._engine.board, self._engine.crew
         assert board is not None
+        assert crew is not None
         if pool.killed is None:
             pool.kill(WorkerDiedError("another worker has died"))
         pool.join(None)  # now no worker writes any more, and every future of the pool is done
@@ -184,8 +185,8 @@ class _Supervisor:
         if engine.exiting:
             self._settle_all(lost.values(), ClosedError, "the executor has ended")
             return
-        is_main = pool is engine.pool
-        engine.renew(pool)
+        is_main = pool is crew.workers
+        crew.renew(pool)
         guilty = False
         for death, entry in deaths:
             flight = lost.pop(entry.key, None)
@@ -229,9 +230,8 @@ class _Supervisor:
         if result is not None and not flight.run.over:
             self._engine.settle(flight, result)
             return
-        if flight.run.lanes and flight.lane in flight.run.ended_lanes:
-            flight.future.is_void = flight.future.is_last = True
-            self._engine.settle(flight, Batch(flight.future.chunk.number, None, None))
+        if flight.is_of_ended_lane:
+            self._engine.settle(flight, flight.void())
             return
         flight.run.trace.again(died=died)
         if flight.suspect and flight is not self._confined:
@@ -241,17 +241,17 @@ class _Supervisor:
 
     def _quarantine_next(self) -> None:
         """Give the next suspect to the quarantine, if that is free; end its process when there is none."""
-        engine = self._engine
+        engine, crew = self._engine, self._engine.crew
         if self._confined is not None and self._confined.key not in engine.flights:
             self._confined = None
-        if self._confined is not None or engine.quarantine is None:
+        if self._confined is not None or crew is None:
             return
         if self._suspects:
             self._confined = self._suspects.popleft()
             self._launch(self._confined)
-        elif engine.quarantine.started:
-            retired = engine.quarantine
-            engine.quarantine = retired.renewed()
+        elif crew.quarantine.started:
+            retired = crew.quarantine
+            crew.renew(retired)
             retired.shutdown()
             self._retired = [pool for pool in self._retired if not pool.join(0)] + [retired]
 

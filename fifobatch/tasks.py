@@ -106,6 +106,7 @@ class Task(NamedTuple):
 #     error       its Report
 #     last error  likewise, of a stream whose lane is over with it
 #     again       None: it failed, and is to be tried again
+#     later       None: of a stream, likewise, as another batch of its lane is to be tried again before it
 #     abandoned   None
 #     unknown     None: only the plan's token was sent, to an executor that is not ours; send the plan, too
 #

@@ -105,6 +105,9 @@ class Trace:
         """Note that there was nothing to load for a chunk that was submitted: its lane of a stream was over."""
         with self._lock:
             for trace in self._chain:
+                trace._bytes -= record.bytes
+                if self._ended is None:
+                    trace._bytes_waiting -= record.bytes
                 trace._submitted -= 1
                 if record in trace._records:
                     trace._records.remove(record)

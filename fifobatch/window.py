@@ -96,6 +96,8 @@ class Window(Generic[Item]):
         self.submitted += 1
         self._loading.add(number)
         self._top = max(self._top, number + 1)
+        if self._ends:
+            self._advance()  # over the numbers of lanes that have ended, which nobody submits any more
         return number
 
     def complete(self, number: int, item: Item, size: int = 0) -> None:

@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing import connection, current_process, parent_process
 from typing import Any
 
@@ -31,7 +32,7 @@ import torch.utils.data
 from torch.utils.data._utils import worker as _torch_worker
 
 from fifobatch.arena import Arena, Room
-from fifobatch.attempt import PACKING, SETTING_UP, Again, Attempt, Located, brief
+from fifobatch.attempt import PACKING, SETTING_UP, Again, Attempt, Later, Located, brief
 from fifobatch.board import Board, Record
 from fifobatch.fetch import ABANDONED, NOTHING, Payload, fetch, seed_all
 from fifobatch.lane import Lane, WatchedInfo
@@ -63,12 +64,14 @@ class _Worker:
         self.payloads: dict[int, Payload] = {}
         self.context: int | None = None
         self.lanes: dict[int, Lane] = {}  # by stream
-        self.info: WatchedInfo | None = None  # of a lane
+        self.looked: set[int] = set()  # the payloads whose code has looked at a lane's worker info
+        self.info: tuple[int, WatchedInfo] | None = None  # what it looks at now, and the payload's token
 
     def plan(self, task: Task) -> Payload:
         """Return this process's copy of the task's plan, in the context that the plan was made in."""
         for token in [token for token in self.payloads if token not in task.alive]:
             del self.payloads[token]
+            self.looked.discard(token)
         if task.context_token != self.context:
             context: Context = loads_sent(*read(self.arena, task.context))
             context.apply()
@@ -88,7 +91,7 @@ class _Worker:
             def seed(batch: int) -> None:
                 seed_all(chunk_seed(task.base_seed, task.epoch, batch * plan.num_workers + number))
 
-            self.lanes[task.stream] = Lane(plan, number, seed, lambda: self.info is not None and self.info.was_read)
+            self.lanes[task.stream] = Lane(plan, number, seed, partial(self._has_looked, task.payload_token))
         return self.lanes[task.stream]
 
     def close_lane(self, stream: int) -> None:
@@ -121,9 +124,15 @@ class _Worker:
         if not task.stream:
             _torch_worker._worker_info = _torch_worker.WorkerInfo(*arguments)
             return
-        was_read = self.info is not None and self.info.was_read
-        self.info = _torch_worker._worker_info = WatchedInfo(*arguments)
-        object.__setattr__(self.info, "was_read", was_read)
+        self._has_looked(task.payload_token)
+        info = _torch_worker._worker_info = WatchedInfo(*arguments)
+        self.info = task.payload_token, info
+
+    def _has_looked(self, payload_token: int) -> bool:
+        """Return whether a payload's code has ever looked at its worker info in this process."""
+        if self.info is not None and self.info[1].was_read:
+            self.looked.add(self.info[0])
+        return payload_token in self.looked
 
     def _id(self, payload: Payload, task: Task) -> int:
         """Return the id that datasets see: the lane's, or the worker's; one in quarantine stands in for another."""
@@ -182,6 +191,9 @@ class _Attempt(Attempt):
         self._worker = worker
         self._run = task.run
 
+    def restart(self) -> None:
+        _run(self._worker, self.policy.timeout)
+
     def at(self, step: int) -> bool:
         self._worker.record.at(step)
         return self._worker.board[self._run]
@@ -192,13 +204,17 @@ class _Attempt(Attempt):
         return super().recovers(error) or self.policy.skip
 
 
-@contextlib.contextmanager
-def _running(worker: _Worker, timeout: float | None) -> Iterator[None]:
-    """Say that the chunk runs. When it is over its time, this process writes its stack, and its parent kills it."""
+def _run(worker: _Worker, timeout: float | None) -> None:
     worker.record.run()
     if timeout is not None:
         worker.record.rewind(worker.stack)
         faulthandler.dump_traceback_later(max(timeout, 1e-6), file=worker.stack)  # less is refused
+
+
+@contextlib.contextmanager
+def _running(worker: _Worker, timeout: float | None) -> Iterator[None]:
+    """Say that the chunk runs. When it is over its time, this process writes its stack, and its parent kills it."""
+    _run(worker, timeout)
     try:
         yield
     finally:
@@ -239,6 +255,8 @@ def load(data: bytes) -> Answer:
             return answer(kind, pickled)
     except Again:
         return answer("again")
+    except Later:
+        return answer("later")
     except BaseException as error:  # the process boundary: what the user's code raises must not break the pool
         _end_if_forked(worker, error)
         told = located_report(error, f"{'preparing' if kind is None else 'packing the batch of'} chunk {task.number}")

@@ -3,15 +3,22 @@
 Workers and scripts import this file by name; it is nobody's installed package, so no fork server ever imports it.
 """
 
+import itertools
 import os
+import random
 import select
+import signal
 import sys
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import psutil
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
 
 from fifobatch import FifoLoader
 
@@ -121,3 +128,183 @@ def load_inside(index: int) -> tuple[list[tuple[int, ...]], list[str]]:
         warnings.simplefilter("always")
         samples = [*load(Calls(4, processes)), *load(Calls(4, processes))]
     return samples, [str(warning.message) for warning in caught]
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Any]):
+    """An iterable dataset that gives lane ``i`` of ``n`` the items of ``function(i, n, *args)``."""
+
+    def __init__(self, function: Callable[..., Iterable[Any]], *args: Any) -> None:
+        self.function = function
+        self.args = args
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        lane, lanes = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(self.function(lane, lanes, *self.args))
+
+
+class Blind(Stream):
+    """One that never looks at its worker info: each lane reads all of ``function(*args)``."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.function(*self.args))
+
+
+class Sized(Stream):
+    """One that says how long it is: as the first argument says."""
+
+    def __len__(self) -> int:
+        length: int = self.args[0]
+        return length
+
+
+def note(path: str, *what: object) -> None:
+    """Append a line to a file that all processes share."""
+    with open(path, "a") as log:
+        log.write(" ".join(map(str, what)) + "\n")
+
+
+def first_time(path: str) -> bool:
+    """Whether this is the first call with ``path``, in any process."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def of_lengths(lane: int, lanes: int, *lengths: int) -> Iterator[int]:
+    """Yield ``lengths[lane]`` items: 100 * lane, 100 * lane + 1, ..."""
+    yield from range(100 * lane, 100 * lane + lengths[lane])
+
+
+def seeds_own(lane: int, lanes: int, end: int, gate: Gate) -> Iterator[int]:
+    """The seed's own stream: contiguous shares, of which what is above 10 is slow: it waits at the gate."""
+    per_lane = -(-end // lanes)
+    for item in range(lane * per_lane, min((lane + 1) * per_lane, end)):
+        if item > 10:
+            gate.arrive(item)
+            gate.wait()
+        yield item
+
+
+def held_back(lane: int, lanes: int, length: int, gate: Gate, others: int | None = None) -> Iterator[int]:
+    """Yield 100 * lane and so on; lane 1 waits at the gate before each item. Others may have another length."""
+    for item in range(100 * lane, 100 * lane + (length if lane == 1 or others is None else others)):
+        if lane == 1:
+            gate.wait()
+        yield item
+
+
+def for_ever(lane: int, lanes: int) -> Iterator[int]:
+    """Yield every ``lanes``-th number."""
+    return itertools.count(lane, lanes)
+
+
+def with_pids(lane: int, lanes: int, length: int) -> Iterator[tuple[int, int]]:
+    """Yield lane and pid, ``length`` times."""
+    for _ in range(length):
+        yield lane, os.getpid()
+
+
+def telling_its_end(lane: int, lanes: int, length: int, gate: Gate) -> Iterator[int]:
+    """Arrive at the gate, as the lane, when the generator is closed or ends."""
+    try:
+        yield from range(length)
+    finally:
+        gate.arrive(lane)
+
+
+def who(lane: int, lanes: int) -> Iterator[tuple[int, ...]]:
+    """Yield id, number of workers, seed, and whether the info's dataset is a Stream."""
+    info = get_worker_info()
+    yield info.id, info.num_workers, info.seed, isinstance(info.dataset, Stream)
+
+
+def noting(lane: int, lanes: int, path: str, length: int) -> Iterator[int]:
+    """Note each iteration in a file."""
+    note(path, "iter", lane)
+    return iter(range(100 * lane, 100 * lane + length))
+
+
+def drawn(lane: int, lanes: int, length: int, path: str = "", at: tuple[int, int] = (-1, 0)) -> Iterator[Any]:
+    """Yield random numbers; item ``at[1]`` of lane ``at[0]`` kills its process, once if there is a ``path``."""
+    for item in range(length):
+        if (lane, item) == at and (not path or first_time(path)):
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield random.random(), float(torch.rand(())), float(numpy.random.rand())
+
+
+def hanging(lane: int, lanes: int, length: int, gate: Gate, at: tuple[int, int]) -> Iterator[int]:
+    """Yield 100 * lane and so on; at one item it waits at the gate."""
+    for item in range(length):
+        if (lane, item) == at:
+            gate.wait()
+        yield 100 * lane + item
+
+
+def failing(lane: int, lanes: int, length: int, at: tuple[int, int], path: str = "") -> Iterator[int]:
+    """Yield 100 * lane and so on; raise at one item, once if there is a ``path``."""
+    for item in range(length):
+        if (lane, item) == at and (not path or first_time(path)):
+            raise OSError(f"cannot read {item}")
+        yield 100 * lane + item
+
+
+def failing_at_once(lane: int, lanes: int, length: int, path: str = "") -> Iterator[int]:
+    """Raise in lane 0's ``iter``, once if there is a ``path``."""
+    if lane == 0 and (not path or first_time(path)):
+        raise OSError("cannot open it")
+    return iter(range(100 * lane, 100 * lane + length))
+
+
+def without_a(number: int, path: str, samples: list[Any]) -> list[Any]:
+    """Collate; raise for a batch that holds ``number``, once if there is a ``path``."""
+    if number in samples and (not path or first_time(path)):
+        raise ValueError("no such batch")
+    return samples
+
+
+def slow(lane: int, lanes: int, length: int, seconds: float, path: str, at: int) -> Iterator[int]:
+    """Take ``seconds`` an item; kill the process once, at one item."""
+    for item in range(length):
+        if item == at and first_time(path):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(seconds)
+        yield item
+
+
+def large(lane: int, lanes: int, length: int, size: int) -> Iterator[torch.Tensor]:
+    """Yield tensors of ``size`` bytes."""
+    for item in range(length):
+        yield torch.full((size,), lane * length + item, dtype=torch.uint8)
+
+
+class Range(IterableDataset[int]):
+    """Numbers, of which a `take_share` leaves each lane its own; it does not look at its worker info itself."""
+
+    def __init__(self, length: int) -> None:
+        self.numbers = range(length)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers)
+
+
+def take_share(worker: int) -> None:
+    """A worker_init_fn that splits the dataset of its worker."""
+    info = get_worker_info()
+    assert info.id == worker
+    info.dataset.numbers = info.dataset.numbers[info.id :: info.num_workers]
+
+
+class Once(IterableDataset[int]):
+    """One that can be iterated only once."""
+
+    def __init__(self, length: int) -> None:
+        self.numbers = iter(range(length))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.numbers

@@ -42,6 +42,7 @@ ORDER = [
     "completion",
     "flight",
     "answers",
+    "crew",
     "engine",
     "supervisor",
     "executor",

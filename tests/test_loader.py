@@ -112,7 +112,7 @@ def test_nobody_but_the_consumer_keeps_a_batch():
 def test_workers_start_only_as_there_is_work():
     seen = FifoLoader(Calls(2, lambda index: os.getpid()), num_workers=8, persistent_workers=True)
     numbers(seen)
-    assert len(seen._own._engine.pool._context.workers) <= 2
+    assert len(seen._own._engine.crew.workers._context.workers) <= 2
     seen.close()
 
 
@@ -552,7 +552,7 @@ def test_one_executor_serves_several_loaders():
             assert together == [[offset + index for index in range(10)] for offset in (0, 100, 200)]
         interleaved = zip(*loaders)
         assert sum(len(batch) for row in interleaved for batch in row) == 30
-        workers = executor._engine.pool._context.workers
+        workers = executor._engine.crew.workers._context.workers
         assert len(workers) <= 2
 
 
@@ -574,7 +574,7 @@ def test_loaders_in_threads():
 
 
 def worker_pids(loader):
-    return [worker.pid for worker in loader._own._engine.pool._context.workers.values()]
+    return [worker.pid for worker in loader._own._engine.crew.workers._context.workers.values()]
 
 
 @pytest.mark.parametrize("end", ["close", "with", "del"])

@@ -211,7 +211,7 @@ def kill(*pids: int) -> None:
 
 def workers_of(loader: FifoLoader[Any]) -> list[int]:
     assert loader._own is not None
-    return sorted(loader._own._engine.pool.numbers.values())  # type: ignore[union-attr]
+    return sorted(loader._own._engine.crew.workers.numbers.values())  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("which", [slice(0, 1), slice(1, 2), slice(None)])
