@@ -27,7 +27,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fifobatch.readers import Readers
@@ -242,18 +242,28 @@ class Arena:
                 return False
         return True
 
-    def private(self, places: list[Place]) -> list[memoryview]:
-        """Return the contents of ``places``, shared with all that read them; what is written is this process's own."""
+    def private(self, places: list[Place], on_unmapped: Callable[[], object]) -> list[memoryview]:
+        """Return the contents of ``places``, shared with all that read them; what is written is this process's own.
+
+        Args:
+            places: Theirs; they lie together.
+            on_unmapped: Called when nobody refers to the contents any more: punched pages would read as zeros.
+        """
         if not places:
+            on_unmapped()
             return []
         first = min(offset for offset, _ in places)
         last = max(offset + size for offset, size in places)
         first -= first % mmap.PAGESIZE
         flags, protection = mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         try:
-            mapping = memoryview(mmap.mmap(self.fd, last - first, flags=flags, prot=protection, offset=first))
+            mapped = mmap.mmap(self.fd, last - first, flags=flags, prot=protection, offset=first)
         except OSError:  # no address space (RLIMIT_AS)
             mapping = memoryview(self.read((first, last - first)))
+            on_unmapped()
+        else:
+            mapping = memoryview(mapped)
+            weakref.finalize(mapped, on_unmapped).atexit = False
         return [mapping[offset - first : offset - first + size] for offset, size in places]
 
     def _map_block(self, offset: int, size: int) -> memoryview | None:

@@ -5,17 +5,21 @@
     0       a flag a run: whether it was abandoned            the parent writes, workers read
     4 KiB   a record a worker: which chunk it is on, at       the worker writes, the parent reads:
             which step of it, and since when                  when the worker has died, or may be over its time
-    2 MiB   a stack a worker: its Python stack, written       likewise
+    2 MiB   a page a worker: which shipments it has mapped    likewise: their memory is not given back before
+    18 MiB  a stack a worker: its Python stack, written       likewise: when it was killed for that
             when its chunk is over its time
 
 It lies in the place of the arena's slot 0. In the parent, consumer's and supervisor's threads use it (also finalizers
 do: setting a byte takes no lock), in a worker its only working thread.
 """
 
+import errno
 import mmap
 import os
 import struct
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from fifobatch.arena import SLOT_BYTES, Arena
@@ -25,14 +29,17 @@ __all__ = ["FLAGS", "START", "Board", "Entry", "Record"]
 FLAGS = 4096
 RECORD_BYTES = 64
 WORKERS = 2**12
-STACKS, STACK_BYTES = 2**21, 2**15  # faulthandler writes at most 100 frames a thread
-assert FLAGS + WORKERS * RECORD_BYTES <= STACKS <= SLOT_BYTES - WORKERS * STACK_BYTES
+HELD, HELD_BYTES = 2**21, 2**12  # the tokens of 512 shipments
+STACKS, STACK_BYTES = HELD + WORKERS * HELD_BYTES, 2**15  # faulthandler writes at most 100 frames a thread
+assert FLAGS + WORKERS * RECORD_BYTES <= HELD
+assert STACKS + WORKERS * STACK_BYTES <= SLOT_BYTES
 
 START = -5  # the step of a worker that has not begun with a chunk; `fetch` has the others
 
 _RECORD = struct.Struct("<qqd")
 _STEP = struct.Struct("<q")
 _TIME = struct.Struct("<d")
+_TOKEN = struct.Struct("<Q")
 
 
 class Entry(NamedTuple):
@@ -90,8 +97,14 @@ class Board:
             if entry == _RECORD.unpack_from(self.memory, start):
                 return entry
 
+    def holds(self, worker: int, token: int) -> bool:
+        """Whether worker number ``worker`` may have a shipment mapped."""
+        start = HELD + worker % WORKERS * HELD_BYTES
+        return (token,) in _TOKEN.iter_unpack(self.memory[start : start + HELD_BYTES])
+
     def clear(self, worker: int) -> None:
         """Forget what worker number ``worker`` said; it is dead, or not started."""
+        self.arena.punch((HELD + worker % WORKERS * HELD_BYTES, HELD_BYTES))
         _RECORD.pack_into(self.memory, FLAGS + worker % WORKERS * RECORD_BYTES, 0, START, 0.0)
         self.arena.punch(_stack(worker))
 
@@ -112,6 +125,7 @@ class Record:
         self._memory = board.memory
         self._arena = board.arena
         self._start = FLAGS + worker % WORKERS * RECORD_BYTES
+        self._held_start = HELD + worker % WORKERS * HELD_BYTES
         self._stack_start = _stack(worker)[0]
 
     def begin(self, key: int, step: int) -> None:
@@ -130,6 +144,18 @@ class Record:
         """Say that it has run. Which one it was stays: this worker may yet die while it sends the answer."""
         _TIME.pack_into(self._memory, self._start + 16, 0.0)
 
+    def hold(self, token: int) -> Callable[[], None]:
+        """Say that this worker is about to map a shipment; return what says that it has it no more, in any thread.
+
+        Raises:
+            OSError: It has too many.
+        """
+        for place in range(self._held_start, self._held_start + HELD_BYTES, _TOKEN.size):
+            if _TOKEN.unpack_from(self._memory, place) == (0,):
+                _TOKEN.pack_into(self._memory, place, token)
+                return partial(_let_go, os.getpid(), self._memory, place)
+        raise OSError(errno.ENOMEM, "this worker has 512 datasets mapped, which something keeps alive")
+
     def open_stack(self) -> int:
         """Return a descriptor to write this worker's stack to, with a position of its own."""
         return os.open(f"/proc/self/fd/{self._arena.fd}", os.O_RDWR)
@@ -137,6 +163,11 @@ class Record:
     def rewind(self, fd: int) -> None:
         """Have what is written to ``fd`` next begin where this worker's stack has its place."""
         os.lseek(fd, self._stack_start, os.SEEK_SET)
+
+
+def _let_go(pid: int, memory: mmap.mmap, place: int) -> None:
+    if pid == os.getpid():  # in a child that the user's code has forked, a copy of it is gone
+        _TOKEN.pack_into(memory, place, 0)
 
 
 def _stack(worker: int) -> tuple[int, int]:

@@ -117,6 +117,7 @@ class Engine:
             PlanError: It cannot be pickled.
         """
         self._check_open()
+        self.release()
         shipment = self._shipments.publish(payload)
         context = self._shipments.publish(Context.now())
         if self.arena is not None:
@@ -137,6 +138,13 @@ class Engine:
             submit=self.submit,
             abandon=self._abandon,
         )
+
+    def release(self) -> None:
+        """Give back the memory of datasets that nobody uses any more."""
+        board, crew = self.board, self.crew
+        if board is not None and crew is not None:
+            numbers = [number for pool in crew.pools for number in pool.numbers]
+            self._shipments.release(lambda token: any(board.holds(number, token) for number in numbers))
 
     def _check_open(self) -> None:
         if self._closed or self.pid != os.getpid():
@@ -355,6 +363,7 @@ class Engine:
 
     def close(self) -> None:
         """Give the memory back, and the fork servers; the pools have ended."""
+        self._shipments.close()
         if self.arena is not None:
             self.arena.close()
         if self._end_lease is not None:

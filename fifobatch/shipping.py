@@ -8,9 +8,11 @@ import pickle
 import threading
 import warnings
 import weakref
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-from fifobatch.arena import ALIGNMENT, Arena, Room
+from fifobatch.arena import ALIGNMENT, Arena, Place, Room
 from fifobatch.attempt import brief
 from fifobatch.elsewhere import plans_here
 from fifobatch.errors import PlanError
@@ -30,9 +32,21 @@ class Shipment:
     """Something that workers need, published once: a plan's payload, or a context.
 
     It stays published as long as somebody refers to it.
+
+    Args:
+        content: What they need.
+        arena: Where it goes; None keeps it here.
+        pickled: What goes there.
+        drop: Called with its token and place when nobody refers to it any more.
     """
 
-    def __init__(self, content: Payload | Context, arena: Arena | None = None, pickled: Pickled | None = None) -> None:
+    def __init__(
+        self,
+        content: Payload | Context,
+        arena: Arena | None,
+        pickled: Pickled | None,
+        drop: Callable[[int, Place], None],
+    ) -> None:
         self.token = next(_tokens)
         self.content = content
         self.parcel = Parcel()
@@ -43,7 +57,8 @@ class Shipment:
             weakref.finalize(self, plans_here.pop, self.token, None).atexit = False
             return
         room = Room(arena, None, pickled.nbytes + 2 * ALIGNMENT * len(pickled.buffers))
-        weakref.finalize(self, arena.punch, room.reserved).atexit = False  # also where there is no memory for all of it
+        # Also where there is no memory for all of it.
+        weakref.finalize(self, drop, self.token, room.reserved).atexit = False
         self.parcel = pack(pickled, room, TASK_BYTES)
         self._classes = sent_classes()  # what comes back names them by id
 
@@ -64,7 +79,40 @@ class Shipments:
         self._arena = arena
         self._modules = modules
         self._lock = threading.Lock()
+        self._dropped: deque[tuple[int, Place]] = deque()
+        self._is_over = False
         self._published: weakref.WeakValueDictionary[int, Shipment] = weakref.WeakValueDictionary()
+
+    def _drop(self, token: int, place: Place) -> None:
+        """Note that nobody refers to it any more; from a finalizer, so without a lock."""
+        if self._is_over and self._arena is not None:
+            self._arena.punch(place)
+        else:
+            self._dropped.append((token, place))
+
+    def close(self) -> None:
+        """Give back all that nobody refers to, now and later: no worker is there any more."""
+        self._is_over = True
+        self.release(lambda token: False)
+
+    def release(self, is_held: Callable[[int], bool]) -> None:
+        """Give back the memory of what nobody refers to, and no worker has mapped.
+
+        Workers drop what is dropped here with their next task. But something of it may live on there, such as an array
+        in a global of the dataset's module, and would read as zeros.
+
+        Args:
+            is_held: Says of a token whether a worker has it mapped.
+        """
+        for _ in range(len(self._dropped)):
+            try:
+                token, place = self._dropped.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            if self._arena is not None and not is_held(token):
+                self._arena.punch(place)
+            else:
+                self._dropped.append((token, place))
 
     def publish(self, content: Payload | Context) -> Shipment:
         """Ship ``content``, unless the workers have just these bytes already.
@@ -74,7 +122,7 @@ class Shipments:
             PlanError: It cannot be pickled.
         """
         if self._arena is None:
-            shipment = Shipment(content)
+            shipment = Shipment(content, None, None, self._drop)
         else:
             try:
                 pickled = dumps(content)
@@ -91,7 +139,7 @@ class Shipments:
                     stacklevel=2,
                 )
             self._modules |= installed_modules(pickled.modules)
-            shipment = Shipment(content, self._arena, pickled)
+            shipment = Shipment(content, self._arena, pickled, self._drop)
         with self._lock:
             self._published[shipment.token] = shipment
             self.alive = tuple(self._published)

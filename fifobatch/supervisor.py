@@ -101,6 +101,7 @@ class _Supervisor:
             self._end_overdue()
             self._quarantine_next()
             ended_runs = engine.free_flags(ended_runs)
+            engine.release()
         for pool in self._retired + engine.pools:
             pool.shutdown()
             if engine.exiting or not pool.join(GRACE_SECONDS):  # a thread of the user's keeps a worker from ending

@@ -15,6 +15,7 @@ would leave the pool's reader waiting for the rest for ever.
 """
 
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 from fifobatch.arena import Arena, Place, Room
@@ -89,9 +90,17 @@ def read(arena: Arena, parcel: Parcel) -> tuple[bytes | memoryview, list[memoryv
     return _split(parcel, [memoryview(arena.read(place)) for place in places(arena, parcel)])
 
 
-def unpack_private(arena: Arena, parcel: Parcel) -> tuple[bytes | memoryview, list[memoryview]]:
-    """Return a parcel's pickle and buffers, shared with other readers; what is written to them is our own."""
-    return _split(parcel, arena.private(places(arena, parcel)))
+def unpack_private(
+    arena: Arena, parcel: Parcel, on_unmapped: Callable[[], object]
+) -> tuple[bytes | memoryview, list[memoryview]]:
+    """Return a parcel's pickle and buffers, shared with other readers; what is written to them is our own.
+
+    Args:
+        arena: Where they lie.
+        parcel: Says where.
+        on_unmapped: Called, in any thread, when nobody refers to them any more. Their memory may not go back before.
+    """
+    return _split(parcel, arena.private(places(arena, parcel), on_unmapped))
 
 
 def holds(arena: Arena, parcel: Parcel, pickled: Pickled) -> bool:

@@ -105,7 +105,9 @@ class _Worker:
 
     def _install(self, task: Task) -> Payload:
         try:
-            payload: Payload = loads_sent(*unpack_private(self.arena, task.payload))
+            payload: Payload = loads_sent(
+                *unpack_private(self.arena, task.payload, self.record.hold(task.payload_token))
+            )
         except BaseException as error:  # whatever the user's __setstate__ raises gets its place and goes on
             raise Located("unpickling the dataset", error) from None
         if payload.worker_init_fn is not None:
@@ -239,7 +241,7 @@ def load(data: bytes) -> Answer:
         number = task.number % plan.num_workers if plan is not None and task.stream else worker.number
         return kind, body, (number, started, time.perf_counter(), size)
 
-    kind = plan = None
+    kind = plan = indices = None
     try:
         if worker.board[task.run]:
             worker.close_lane(task.stream)
@@ -259,7 +261,8 @@ def load(data: bytes) -> Answer:
         return answer("later")
     except BaseException as error:  # the process boundary: what the user's code raises must not break the pool
         _end_if_forked(worker, error)
-        told = located_report(error, f"{'preparing' if kind is None else 'packing the batch of'} chunk {task.number}")
+        where = f"packing the batch of chunk {task.number} (indices {brief(indices)})"
+        told = located_report(error, f"preparing chunk {task.number}" if kind is None else where)
         try:
             return answer("error", dumps(told))
         except OSError:  # no memory even for that: what goes through the pipe has to do

@@ -508,7 +508,7 @@ def test_readers_of_a_place_see_nothing_of_each_others_changes(mapped: bool, mon
     places = [room.put(memoryview(content(size))) for size in (5000, 1, 70_000)]
     if not mapped:
         refuse_mappings(monkeypatch)
-    one, other = arena.private(places), arena.private(places)
+    one, other = arena.private(places, int), arena.private(places, int)
     for blocks in (one, other):
         assert [bytes(block) for block in blocks] == [content(size) for size in (5000, 1, 70_000)]
     for block in one:
@@ -522,7 +522,7 @@ def test_readers_of_a_place_share_its_memory_until_they_write() -> None:
     arena = Arena()
     place = Room(arena, None, 8_000_000).put(memoryview(content(8_000_000)))
     before = used(arena)
-    readers = [arena.private([place])[0] for _ in range(3)]
+    readers = [arena.private([place], int)[0] for _ in range(3)]
     assert all(sum(reader[::PAGE]) for reader in readers)
     with open("/proc/self/smaps") as smaps:
         lines = smaps.read().splitlines()
@@ -534,7 +534,29 @@ def test_readers_of_a_place_share_its_memory_until_they_write() -> None:
 
 
 def test_no_places_are_read_as_no_blocks() -> None:
-    assert Arena().private([]) == []
+    gone: list[int] = []
+    assert Arena().private([], lambda: gone.append(1)) == []
+    assert gone == [1]
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_what_is_shared_is_known_to_be_in_use_until_the_last_view_is_gone(
+    mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena()
+    room = Room(arena, None, 100_000)
+    places = [room.put(memoryview(content(size))) for size in (5000, 70_000)]
+    if not mapped:
+        refuse_mappings(monkeypatch)
+    gone: list[int] = []
+    one, other = arena.private(places, lambda: gone.append(1))
+    assert gone == ([] if mapped else [1])  # a copy needs no place
+    del one
+    view = other[10:20]
+    del other
+    assert gone == ([] if mapped else [1])
+    del view
+    assert gone == [1]
 
 
 def test_threads_reserve_places_that_do_not_overlap() -> None:

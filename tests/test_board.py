@@ -118,3 +118,31 @@ def test_a_record_touches_no_other_and_no_flag(number: int) -> None:
     record.run()
     assert not any(board[run] for run in range(FLAGS))
     assert [other for other in range(4096) if board.read(other).key] == [number]
+
+
+def test_a_worker_says_what_it_has_mapped() -> None:
+    arena = Arena()
+    board, record = Board(arena), seen_by_worker(arena, 2)
+    first, again, other = record.hold(7), record.hold(7), record.hold(2**63)
+    assert board.holds(2, 7) and board.holds(2, 2**63)
+    assert not board.holds(2, 8) and not board.holds(1, 7)
+    first()
+    assert board.holds(2, 7)
+    again()
+    assert not board.holds(2, 7) and board.holds(2, 2**63)
+    if not (child := os.fork()):
+        other()  # a copy of it is gone, in a child
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert board.holds(2, 2**63)
+    board.clear(2)
+    assert not board.holds(2, 2**63)
+
+
+def test_what_a_worker_has_mapped_has_an_end() -> None:
+    record = seen_by_worker(Arena(), 2)
+    let_go = [record.hold(token) for token in range(1, 513)]
+    with pytest.raises(OSError, match="512 datasets mapped"):
+        record.hold(513)
+    let_go[100]()
+    record.hold(513)

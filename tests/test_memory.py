@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from fifobatch.arena import ALIGNMENT, MAPPED, Arena
 pytestmark = pytest.mark.filterwarnings("ignore:num_workers=.* is more than two a core")  # so that 2 cores are enough
 
 
+BOARD = 6 * mmap.PAGESIZE  # the pages of it that two workers touch
 SMALL = 200_000  # for the board, what was shipped, and what is not a whole page
 
 
@@ -155,7 +157,7 @@ def test_close_gives_the_memory_back_though_somebody_looks_at_the_arena() -> Non
     with BatchExecutor(2) as executor:
         assert len(list(executor.as_completed(BatchPlan(Calls(20, image), batch_size=2)))) == 10
         arena = arena_of(executor)
-    assert used(arena) <= 2 * mmap.PAGESIZE  # the board
+    assert used(arena) <= BOARD
 
 
 def test_what_was_shipped_goes_back_when_nobody_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +169,49 @@ def test_what_was_shipped_goes_back_when_nobody_needs_it(monkeypatch: pytest.Mon
             assert sum(float(x.sum()) for [x] in executor.as_completed(plan)) == 7007 * epoch
             del plan
     gc.collect()
-    assert used(arena) <= 2 * mmap.PAGESIZE  # the board
+    assert used(arena) <= BOARD
+
+
+class Remembering:
+    """Keeps what it was sent in a global of this process, and tells what became of what earlier ones have kept."""
+
+    kept: list[torch.Tensor] = []
+
+    def __init__(self, value: float) -> None:
+        self.tensor = torch.full((300_000,), float(value))
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> list[float]:
+        if not any(each is self.tensor for each in self.kept):
+            self.kept.append(self.tensor)
+        return [float(each.mean()) for each in self.kept]
+
+
+def test_what_lives_on_of_a_dataset_in_a_worker_keeps_its_contents() -> None:
+    with BatchExecutor(1) as executor:
+        arena = arena_of(executor)
+        for epoch in range(1, 5):
+            loader = FifoLoader(Remembering(epoch), executor=executor, collate_fn=list, batch_size=1)
+            for [means] in loader:
+                assert means == [float(each) for each in range(1, epoch + 1)]
+            del loader
+        gc.collect()
+        assert used(arena) >= 4 * 1_200_000
+    gc.collect()
+    assert used(arena) <= BOARD
+
+
+def test_what_no_worker_has_mapped_any_more_goes_back_while_they_live_on() -> None:
+    with BatchExecutor(1) as executor:
+        arena = arena_of(executor)
+        for epoch in range(6):
+            plan = BatchPlan(TensorDataset(torch.full((1000, 1000), float(epoch))), batch_size=500)
+            assert sum(float(x.sum()) for [x] in executor.as_completed(plan)) == 1_000_000 * epoch
+            del plan
+            gc.collect()
+            assert used(arena) <= 2 * 4_000_000 + 4 * 2_000_000 + SMALL  # this one's and the last one's, and slots
 
 
 def stacked_arrays(samples: list[Any]) -> dict[str, Any]:
@@ -386,14 +430,11 @@ def explosive(index: int, how: str) -> Any:
 
 
 class Restore:
-    """A batch for which there is no memory. The limit is lifted when it is gone."""
+    """A batch for which there is no memory. The limit is lifted when what was to be packed of it is gone."""
 
     def __init__(self, hard: int) -> None:
-        self.hard = hard
-        self.tensor = torch.ones(10_000)
-
-    def __del__(self) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.hard, self.hard))
+        self.array = np.ones(10_000)
+        weakref.finalize(self.array, resource.setrlimit, resource.RLIMIT_FSIZE, (hard, hard))
 
 
 CRASHES = ["raises when loaded", "raises when packed", "exits when packed", "raises when unpacked", "has no memory"]
@@ -459,7 +500,7 @@ def test_no_slot_is_lost_when_iterators_are_abandoned() -> None:
         finally:
             gc.enable()
     gc.collect()
-    assert used(arena) <= 2 * mmap.PAGESIZE
+    assert used(arena) <= BOARD
 
 
 def test_no_slot_is_lost_where_indices_find_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

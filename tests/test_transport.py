@@ -94,7 +94,7 @@ def test_what_is_packed_is_lent_read_and_mapped_as_it_was(pickled: Pickled) -> N
     slot = parent.take()
     parcel = pack(pickled, Room(worker, slot))
     assert content(read(parent, parcel)) == of(pickled)
-    assert content(unpack_private(parent, parcel)) == of(pickled)
+    assert content(unpack_private(parent, parcel, int)) == of(pickled)
     assert holds(parent, parcel, pickled)
     lent = unpack(parent, slot, parcel)
     assert content(lent) == of(pickled)
@@ -107,7 +107,7 @@ def test_what_is_shipped_can_be_read_by_several(pickled: Pickled) -> None:
     arena = Arena()
     parcel = pack(pickled, Room(arena, None, pickled.nbytes + 2 * ALIGNMENT * len(pickled.buffers)))
     for _ in range(2):
-        data, buffers = unpack_private(arena, parcel)
+        data, buffers = unpack_private(arena, parcel, int)
         assert content((data, buffers)) == of(pickled)
         for block in buffers:
             block[:] = bytes(block.nbytes)
