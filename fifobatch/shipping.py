@@ -133,7 +133,9 @@ class Shipments:
             for shipment in published:
                 if type(shipment.content) is type(content) and holds(self._arena, shipment.parcel, pickled):
                     return shipment
-            if pickled.shares_memory:
+            # Hugging Face's streams keep their epoch's number in such a tensor, for workers that live on. Here the
+            # dataset is sent to these again.
+            if pickled.shares_memory and "datasets.iterable_dataset" not in pickled.modules:
                 warnings.warn(
                     "the dataset holds tensors in shared memory (share_memory_()); the workers get copies of them",
                     stacklevel=2,

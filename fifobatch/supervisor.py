@@ -18,7 +18,6 @@ import queue
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import BrokenExecutor
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -129,7 +128,8 @@ class _Supervisor:
         """Have the lanes close their iterators: a generator's ``finally`` runs."""
         for pool in list(self._engine.crew.lanes.values()) if self._engine.crew and run.lanes else []:
             if pool.started and pool.usable:
-                with contextlib.suppress(BrokenExecutor, RuntimeError):  # it has died, or the interpreter is exiting
+                # It has died, or the interpreter is exiting, or a warning of the fork server's is an error.
+                with contextlib.suppress(Exception):
                     pool.submit(close_stream, run.key)
 
     def _try_again(self, flight: Flight) -> None:
