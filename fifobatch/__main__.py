@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from tqdm import tqdm  # tqdm.auto's would call iter() twice, and torch would start twice the workers
 
 from fifobatch import BatchExecutor, FifoLoader, PlanError, __version__, bench
@@ -62,17 +62,23 @@ Batches = Iterator[tuple[int | None, Any]]  # number in the plan, where that is 
 Look = Callable[[int | None, Any], tuple[float, str, str]]  # from these: when it was loaded, its label and its mark
 
 
-class Example:
-    """Samples 0 to 19; those above 10 are slow."""
+class Example(IterableDataset[int]):
+    """The samples from ``start`` to ``end``, of which each worker reads a stretch; those above 10 are slow."""
 
-    def __len__(self) -> int:
-        return 20
+    def __init__(self, start: int, end: int) -> None:
+        self.start = start
+        self.end = end
 
-    def __getitem__(self, index: int) -> int:
-        """Load one sample."""
-        if index > 10:
-            time.sleep(SLOW_SECONDS)
-        return index
+    def __iter__(self) -> Iterator[int]:
+        """Load this worker's samples."""
+        worker = get_worker_info()
+        assert worker is not None
+        length = math.ceil((self.end - self.start) / worker.num_workers)
+        first = self.start + worker.id * length
+        for number in range(first, min(first + length, self.end)):
+            if number > 10:
+                time.sleep(SLOW_SECONDS)
+            yield number
 
 
 def stamped(samples: list[Any]) -> tuple[float, Any]:
@@ -123,8 +129,11 @@ def compare(workers: int, in_order: bool, quiet: bool | None, look: Look, **opti
     torch_name = "torch DataLoader" if in_order else "torch in_order=False"
     loaders: dict[str, Callable[..., Batches]] = {"FifoLoader": load_fifo, torch_name: partial(load_torch, in_order)}
     # A batch of no samples starts and imports what loading needs. Where there is a __getitems__, which may not bear
-    # that: a dataset of one sample, the dataset itself.
-    nothing = options | {"batch_sampler": [[]], "collate_fn": len}
+    # that: a dataset of one sample, the dataset itself. A stream has at least one.
+    if isinstance(options["dataset"], IterableDataset):
+        nothing = options | {"dataset": Example(0, 1)}
+    else:
+        nothing = options | {"batch_sampler": [[]], "collate_fn": len}
     if hasattr(options["dataset"], "__getitems__"):
         nothing |= {"dataset": [options["dataset"]], "batch_sampler": [[0]]}
     records = []
@@ -175,22 +184,20 @@ def show_records(records: list[Record], legend: str, figures: dict[str, Callable
 
 def show_example(in_order: bool) -> None:
     """Do ``python -m fifobatch``."""
-    # What torch's two workers get where each has half of the data: [0, 1], [10, 11], [2, 3], ...
-    batches = [[first, first + 1] for pair in zip(range(0, 10, 2), range(10, 20, 2)) for first in pair]
 
     def look(_: int | None, data: tuple[float, torch.Tensor]) -> tuple[float, str, str]:
         loaded, samples = data
         return loaded, str(samples.tolist()), "■" if samples.max() > 10 else "●"
 
     show(
-        f"20 samples, two a batch, two workers. Samples 11 to 19 are slow: {SLOW_SECONDS} s each.\n"
-        "The batches are planned in the order [0, 1], [10, 11], [2, 3], [12, 13], ...\n"
+        "A stream of 20 samples, two a batch: worker 0 reads 0 to 9, worker 1 10 to 19.\n"
+        f"Samples 11 to 19 are slow: {SLOW_SECONDS} s each.\n"
         "Loading them with either loader, which takes a few seconds ...\n"
     )
     show_records(
-        compare(2, in_order, True, look, dataset=Example(), batch_sampler=batches, collate_fn=stamped),
+        compare(2, in_order, True, look, dataset=Example(0, 20), batch_size=2, collate_fn=stamped),
         "● fast batch   ■ slow batch   ── loaded already, but held back\n"
-        "Look at the fast ones: in order, they wait for slow ones, and a worker idles.",
+        "Look at the fast ones: in order, all but the first wait for a slow one.",
         {"the last fast batch": lambda record: max(a.seconds for a in record.arrivals if a.mark == "●")},
     )
     show("\nNext: --out-of-order (torch's in_order=False), or run --help (your dataset).")

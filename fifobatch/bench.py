@@ -91,7 +91,7 @@ class Figure:
 
     Attributes:
         name: What is measured.
-        unit: Its unit; seconds and bytes had better be few, and what comes in a second, much.
+        unit: Its unit; seconds, bytes and multiples of the ideal had better be few, and what comes in a second, much.
         values: Those of each contender, a round each.
     """
 

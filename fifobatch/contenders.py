@@ -4,6 +4,7 @@ The other libraries are imported by name, where they are used: nothing else need
 """
 
 import multiprocessing
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from fifobatch import FifoLoader
 
@@ -133,6 +134,7 @@ class Epoch:
         amount: How much of the unit a batch is; None to measure the seconds of an epoch.
         consume: What the loop does with a batch.
         ideal: The best possible value, if it is known.
+        schedule: When each batch had better come, in seconds; then it is measured when they do.
     """
 
     figure: str
@@ -143,6 +145,18 @@ class Epoch:
     amount: float | None = None
     consume: Callable[[Any], object] = id
     ideal: float | None = None
+    schedule: Sequence[float] = ()
+
+    def measured(self, contender: str, seconds: float, arrivals: Sequence[float]) -> list[Measured]:
+        """Return what there is to say of an epoch that took so long, and of when its batches came."""
+        if self.schedule:
+            late = statistics.median(came / best for came, best in zip(arrivals, self.schedule, strict=True))
+            return [
+                Measured(f"{self.figure}: k-th batch", "ideal's", contender, late),
+                Measured(f"{self.figure}: last batch", "s", contender, arrivals[-1]),
+            ]
+        value = seconds if self.amount is None else self.amount * len(arrivals) / seconds
+        return [Measured(self.figure, self.unit, contender, value)]
 
 
 def rotated(contenders: Sequence[T], number: int) -> list[T]:
@@ -154,6 +168,8 @@ def rotated(contenders: Sequence[T], number: int) -> list[T]:
 def measure_epochs(epochs: Iterable[Epoch], contenders: Sequence[str], rounds: int) -> list[Measured]:
     """Measure a warm workload: an epoch of each contender that is not counted, then one a round.
 
+    Streams are not for the other libraries.
+
     Raises:
         RuntimeError: A contender yielded too few batches.
     """
@@ -162,31 +178,33 @@ def measure_epochs(epochs: Iterable[Epoch], contenders: Sequence[str], rounds: i
     for epoch in epochs:
         if epoch.ideal is not None:
             measured.append(Measured(epoch.figure, epoch.unit, IDEAL, epoch.ideal))
+        if epoch.schedule:
+            measured += epoch.measured(IDEAL, epoch.schedule[-1], epoch.schedule)
+        able = [name for name in contenders if name not in PEERS or not isinstance(epoch.dataset, IterableDataset)]
         loaders = {
             contender: make_loader(contender, epoch.dataset, batch_size=epoch.batch_size, num_workers=epoch.num_workers)
-            for contender in contenders
+            for contender in able
         }
         # torch's first: its workers are forked from here, where the others will have threads.
-        for contender in sorted(contenders, key=lambda contender: contender not in ORDERS):
+        for contender in sorted(able, key=lambda contender: contender not in ORDERS):
             _measure(epoch, contender, loaders[contender])
         for number in range(rounds):
-            for contender in rotated(contenders, number):
-                value = _measure(epoch, contender, loaders[contender])
-                measured.append(Measured(epoch.figure, epoch.unit, contender, value))
+            for contender in rotated(able, number):
+                measured += _measure(epoch, contender, loaders[contender])
     return measured
 
 
-def _measure(epoch: Epoch, contender: str, loader: Iterable[Any]) -> float:
-    batches = 0
+def _measure(epoch: Epoch, contender: str, loader: Iterable[Any]) -> list[Measured]:
+    arrivals = []
     start = time.perf_counter()
     try:
         for batch in loader:
-            batches += 1
+            arrivals.append(time.perf_counter() - start)
             epoch.consume(batch)
         seconds = time.perf_counter() - start
-        if batches * epoch.batch_size != len(epoch.dataset):
-            raise RuntimeError(f"{batches} batches came instead of {len(epoch.dataset) // epoch.batch_size}")
+        if len(arrivals) * epoch.batch_size != len(epoch.dataset):
+            raise RuntimeError(f"{len(arrivals)} batches came instead of {len(epoch.dataset) // epoch.batch_size}")
     except Exception as error:
         error.add_note(f"In {epoch.figure}, with {contender}.")
         raise
-    return seconds if epoch.amount is None else epoch.amount * batches / seconds
+    return epoch.measured(contender, seconds, arrivals)

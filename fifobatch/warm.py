@@ -8,16 +8,18 @@ import functools
 import heapq
 import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset, get_worker_info
 
 from fifobatch.contenders import WORKERS, Epoch
 
-__all__ = ["WARM", "Slices", "list_schedule"]
+__all__ = ["WARM", "Slices", "lane_schedule", "list_schedule"]
 
 SLOW_SECONDS, FAST_SECONDS, SLOW_SHARE = 0.06, 0.002, 0.1
+LANE_SECONDS = 0.008, 0.016, 0.032, 0.064  # a sample
 
 
 class Skewed:
@@ -54,6 +56,47 @@ def skew(quick: bool) -> list[Epoch]:
     dataset, size = Skewed(240 if quick else 1200), 4
     batches = [sum(dataset.seconds[first : first + size]) for first in range(0, len(dataset), size)]
     return [Epoch("skew: epoch", "s", dataset, size, WORKERS, ideal=list_schedule(batches, WORKERS))]
+
+
+class Lanes(IterableDataset[int]):
+    """A stream in four shares, whose samples sleep; in each share twice as long as in the one before."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        share = get_worker_info()
+        assert share is not None
+        for number in range(share.id, self.length, share.num_workers):
+            time.sleep(LANE_SECONDS[share.id])
+            yield number
+
+
+def lane_schedule(seconds: Iterable[float], batches: int) -> list[float]:
+    """Return when the k-th batch is there if each lane has so many, and makes one after another without a pause.
+
+    Args:
+        seconds: What a batch takes in each lane.
+        batches: How many each lane has.
+    """
+    return sorted(each * count for each in seconds for count in range(1, batches + 1))
+
+
+def streams(quick: bool) -> list[Epoch]:
+    """Four lanes of unequal speed: when does the k-th batch come?
+
+    4 workers, 12 batches of four samples in each; a batch takes 32, 64, 128 and 256 ms, by worker. Samples sleep, as in
+    `skew`, and nothing is done with the batches. The ideal is that each worker makes one batch after another, from
+    ``iter()`` on, at no cost, and that each batch comes when it is made. For every k, the time until k batches had come
+    is divided by the ideal's: the figure of an epoch is the median over k. The last batch is that of the slowest
+    worker, which no loader can help.
+    """
+    size, batches = 4, 4 if quick else 12
+    schedule = lane_schedule([size * each for each in LANE_SECONDS], batches)
+    return [Epoch("streams", "s", Lanes(len(schedule) * size), size, len(LANE_SECONDS), schedule=schedule)]
 
 
 @functools.cache
@@ -108,12 +151,32 @@ def transport(quick: bool) -> list[Epoch]:
     ]
 
 
+class Integers(IterableDataset[int]):
+    """A ``range`` as a stream: each worker has every n-th."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        share = get_worker_info()
+        assert share is not None
+        return iter(range(share.id, self.length, share.num_workers))
+
+
 def tiny(quick: bool) -> list[Epoch]:
     """Batches of 16 integers a second: what does a batch cost by itself?
 
-    2 workers. The dataset is a ``range``, so the workers have nothing to do but `default_collate`.
+    2 workers. The dataset is a ``range``, so the workers have nothing to do but `default_collate`; then it is the same
+    numbers as a stream, of which each worker reads its half.
     """
-    return [Epoch("tiny: 16 integers", "batches/s", range(16 * (300 if quick else 2000)), 16, 2, 1)]
+    length = 16 * (300 if quick else 2000)
+    return [
+        Epoch("tiny: 16 integers", "batches/s", range(length), 16, 2, 1),
+        Epoch("tiny: 16 from a stream", "batches/s", Integers(length), 16, 2, 1),
+    ]
 
 
-WARM = {"skew": skew, "transport": transport, "tiny": tiny}
+WARM = {"skew": skew, "streams": streams, "transport": transport, "tiny": tiny}

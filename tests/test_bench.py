@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fifobatch.__main__ import main
 from fifobatch.bench import CHILD, WORKLOADS, Figure, format_table
 from fifobatch.contenders import Epoch, measure_epochs, rotated
-from fifobatch.warm import WARM, list_schedule
+from fifobatch.warm import LANE_SECONDS, WARM, lane_schedule, list_schedule
 from fifobatch.workloads import FRESH
 
 TASKS = """
@@ -74,6 +74,44 @@ def test_a_tenth_of_the_skewed_samples_is_slow_and_always_the_same(quick, batche
     assert sum(seconds) / 8 <= epoch.ideal == again.ideal
 
 
+def test_the_ideal_of_lanes_makes_one_batch_after_another_in_each():
+    assert lane_schedule([1, 2], 3) == [1, 2, 2, 3, 4, 6]
+    assert lane_schedule([1], 0) == []
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_lanes_have_as_many_batches_each_and_twice_the_time_of_the_one_before(quick):
+    (epoch,) = WARM["streams"](quick)
+    assert len(epoch.dataset) == len(epoch.schedule) * epoch.batch_size
+    assert len(epoch.schedule) % epoch.num_workers == 0
+    assert [each / LANE_SECONDS[0] for each in LANE_SECONDS] == [1, 2, 4, 8]
+    assert epoch.schedule[0] == pytest.approx(epoch.batch_size * LANE_SECONDS[0])
+    assert epoch.schedule[-1] == pytest.approx(len(epoch.dataset) / epoch.num_workers * LANE_SECONDS[-1])
+
+
+def test_when_batches_came_is_set_against_when_they_had_better_come():
+    epoch = Epoch("lanes", "s", range(3), 1, 2, schedule=[1.0, 2.0, 4.0])
+    kth, last = epoch.measured("fifobatch", 9.0, [1.5, 2.2, 8.0])
+    assert kth == ("lanes: k-th batch", "ideal's", "fifobatch", 1.5)  # the median of 1.5, 1.1 and 2
+    assert last == ("lanes: last batch", "s", "fifobatch", 8.0)
+    assert [each.value for each in epoch.measured("ideal", 4.0, epoch.schedule)] == [1, 4]
+
+
+class Streamed(IterableDataset):
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        return iter(range(4 * get_worker_info().id, 4 * get_worker_info().id + 4))
+
+
+def test_streams_are_not_for_the_other_libraries(monkeypatch):
+    monkeypatch.setattr("torch.set_num_threads", lambda number: None)
+    stream = Epoch("numbers", "batches/s", Streamed(), 2, 2, 1)
+    measured = measure_epochs([stream], ["fifobatch", "joblib"], 2)
+    assert [(each.figure, each.contender) for each in measured] == [("numbers", "fifobatch")] * 2
+
+
 def test_contenders_are_first_in_turn():
     assert [rotated("ABC", number) for number in range(4)] == [[*"ABC"], [*"BCA"], [*"CAB"], [*"ABC"]]
 
@@ -96,6 +134,7 @@ def figure(unit, ours, theirs, ideal=None):
     [
         ("s", [1.0, 9.0, 2.0], [4.0, 4.0, 4.0, 3.0], 1.5, "1.50x faster"),  # medians against the best of torch
         ("s", [3.0], [1.0, 1.0, 1.0, 2.0], 1 / 3, "3.00x slower"),
+        ("ideal's", [1.1], [2.2, 2.2, 2.2, 3.0], 2, "2.00x faster"),
         ("GB/s", [3.0], [1.0, 1.0, 1.0, 2.0], 1.5, "1.50x faster"),
         ("batches/s", [100.0], [1.0, 1.0, 1.0, 2000.0], 0.05, "20.0x slower"),
         ("MB", [10.0], [500.0, 500.0, 500.0, 5000.0], 50, "50.0x less"),
@@ -158,7 +197,9 @@ def test_the_table():
 
 def test_the_table_fits_a_page():
     values = {"fifobatch": [1500.0], "torch in_order=True": [900.0], "torch in_order=False": [8.0], "ideal": [99.9]}
-    figures = [Figure(epoch.figure, epoch.unit, values) for workload in WARM.values() for epoch in workload(True)]
+    epochs = [epoch for workload in WARM.values() for epoch in workload(True)]
+    measured = [each for epoch in epochs for each in epoch.measured("fifobatch", 1.0, epoch.schedule or [1.0])]
+    figures = [Figure(each.figure, each.unit, values) for each in measured]
     assert max(map(len, format_table(figures).splitlines())) <= 100
 
 
@@ -256,13 +297,14 @@ def test_what_is_written_is_what_is_shown(capfd, tmp_path):
     written = json.loads((tmp_path / "figures.json").read_text())
     assert written["facts"].keys() == {"fifobatch", "torch", "python", "cores"}
     assert written["quick"] is True
-    (tiny,) = written["figures"]
+    tiny, stream = written["figures"]
+    assert stream["rounds"].keys() == tiny["rounds"].keys()
     contenders = ["fifobatch", "torch in_order=True", "torch in_order=False"]
     assert list(tiny["rounds"]) == list(tiny["medians"]) == contenders
     for contender, values in tiny["rounds"].items():
         assert len(values) == 2
         assert tiny["medians"][contender] == pytest.approx(sum(values) / 2)
-    (row,) = re.findall(r"^    tiny: 16 integers  batches/s +(.*)$", out, re.MULTILINE)
+    (row,) = re.findall(r"^    tiny: 16 integers +batches/s +(.*)$", out, re.MULTILINE)
     shown = row.split()
     assert [float(cell.replace(",", "")) for cell in shown[:3]] == pytest.approx(
         list(tiny["medians"].values()), abs=0.5
