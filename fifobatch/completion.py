@@ -27,7 +27,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-from fifobatch.errors import ClosedError
+from fifobatch.errors import ClosedError, noted
 from fifobatch.plan import Batch, Chunk, Failure
 from fifobatch.streams import REPEATS, Lanes
 from fifobatch.trace import Record, Trace
@@ -245,7 +245,7 @@ class Completions(Iterator[Any]):
                 future = self._loading.submit(chunk)
             except Exception as error:  # the user's sampler, or a pool that takes no more: first deliver what is here
                 if chunk is not None:
-                    error.add_note(f"From chunk {chunk.number} on, nothing of this plan is loaded.")
+                    error = noted(error, f"From chunk {chunk.number} on, nothing of this plan is loaded.")
                 # Without its first frame, this one, which would keep the iterator alive.
                 self._take, self._plan_error = None, error.with_traceback(_outside(error))
                 return

@@ -18,7 +18,15 @@ These classes are raised in the parent process, in the thread that iterates or c
 
 from concurrent.futures import BrokenExecutor
 
-__all__ = ["ChunkTimeoutError", "ClosedError", "FifobatchError", "PlanError", "SampleError", "WorkerDiedError"]
+__all__ = [
+    "ChunkTimeoutError",
+    "ClosedError",
+    "FifobatchError",
+    "PlanError",
+    "SampleError",
+    "WorkerDiedError",
+    "noted",
+]
 
 
 class FifobatchError(RuntimeError):
@@ -50,3 +58,15 @@ class PlanError(FifobatchError, ValueError):
 
 class ClosedError(FifobatchError):
     """The loader, executor or iterator was closed (or the interpreter is exiting), then used."""
+
+
+def noted(error: Exception, note: str) -> Exception:
+    """Return ``error`` with a note; or, if it takes none, as a frozen dataclass, a `SampleError` in its place."""
+    try:
+        error.add_note(note)
+    except Exception:  # the user's __setattr__ or add_note: an error must not hide an error
+        in_its_place = SampleError(f"{type(error).__name__}, which takes no notes")
+        in_its_place.__cause__ = error
+        in_its_place.add_note(note)
+        return in_its_place
+    return error

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fifobatch.attempt import NO_POLICY, Again, Attempt, Located, Policy
-from fifobatch.errors import ClosedError, SampleError
+from fifobatch.errors import ClosedError, SampleError, noted
 from fifobatch.fetch import NOTHING, Payload, StreamOptions, fetch, seed_all, seeds
 from fifobatch.lane import Lane
 from fifobatch.plan import Batch, BatchPlan, Chunk, Failure, chunk_seed
@@ -159,5 +159,4 @@ def _raisable(located: Located) -> Any:
         failure = SampleError(f"{type(error).__name__}: {error}\n{where}")
         failure.__cause__ = error
         return failure
-    error.add_note(where)
-    return error
+    return noted(error, where) if isinstance(error, Exception) else error

@@ -24,7 +24,7 @@ import cloudpickle
 import torch
 from cloudpickle import cloudpickle as _cloudpickle
 
-from fifobatch.errors import SampleError
+from fifobatch.errors import SampleError, noted
 
 __all__ = ["Pickled", "Report", "dumps", "find_culprit", "loads", "loads_sent", "rebuild", "report", "sent_classes"]
 
@@ -270,7 +270,7 @@ def report(error: BaseException, where: str) -> Report:
     try:
         text = str(error)
         lines = "".join(traceback.format_exception(cls, error, error.__traceback__))
-    except Exception as inner:  # the user's __str__, at the process boundary: an error must not hide an error
+    except BaseException as inner:  # the user's __str__, at the process boundary: an error must not hide an error
         text = lines = f"<{name}, and its text raises {type(inner).__name__}>"
     traced = "Traceback in the worker:" if where.startswith("In fifobatch worker") else "Traceback:"
     note = f"{where}\n{traced}\n" + "".join(f"  {line}\n" for line in lines.splitlines())
@@ -292,7 +292,7 @@ def _pickle_error(error: BaseException) -> bytes | None:
             loaded = _load_error(data)
             if type(loaded) is cls and _text(loaded) == _text(error):  # what pickles need not unpickle, so try
                 return data
-        except Exception:  # the user's __reduce__ or __init__, at the process boundary: try the next form
+        except BaseException:  # the user's __reduce__ or __init__, at the process boundary: try the next form
             continue
     return None
 
@@ -327,14 +327,12 @@ def rebuild(report: Report) -> Exception:
     if report.pickled is not None:
         try:
             error = _load_error(report.pickled)
-        except Exception as inner:  # the user's __setstate__ or __init__, at the process boundary
+        except BaseException as inner:  # the user's __setstate__ or __init__, at the process boundary
             report = report._replace(note=f"{report.note}\n(it could not be rebuilt here: {inner!r})")
     # StopIteration would end a for loop, SystemExit the script, without a word.
     if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
         error = SampleError(f"{report.name}: {report.text}" if report.text else report.name)
-    failure: Exception = error
-    failure.add_note(report.note)
-    return failure
+    return noted(error, report.note)
 
 
 # -- what cannot be pickled -------------------------------------------------------------------------------------------

@@ -85,6 +85,13 @@ class Failure:
     error: Exception
     attempts: int
 
+    def __repr__(self) -> str:
+        try:
+            error = repr(self.error)
+        except Exception as inner:  # the user's __repr__, of one entry of a list that is printed
+            error = f"<{type(self.error).__name__}, and its repr raises {type(inner).__name__}>"
+        return f"Failure(index={self.index!r}, chunk={self.chunk}, error={error}, attempts={self.attempts})"
+
 
 def chunk_seed(seed: int, epoch: int, number: int) -> int:
     """Return the 64-bit seed of chunk ``number``: a hash, so that neighbouring chunks have unrelated seeds.

@@ -47,6 +47,7 @@ from fifobatch.serve import read_report, serve
 
 __all__ = ["ServedPopen", "available", "servers"]
 
+ATTEMPTS = 5  # to start a server that is killed, until that is an error
 LINGER_SECONDS = 2.0  # long enough for one loader after another, short enough not to be found after the work
 
 # Linux only: macOS's frameworks do not survive a fork, and Windows has none.
@@ -251,21 +252,22 @@ class _Servers:
             FifobatchError: No server can be started.
         """
         with self._lock:
-            for attempt in (1, 2):
+            for attempt in range(1, ATTEMPTS + 1):
                 try:
                     return self._server_with(modules).fork(fds, data)
                 except (ConnectionError, EOFError) as error:
-                    # It was killed: start afresh, once. Any other error leaves it be, as others' workers need it.
-                    if attempt == 2:
-                        raise FifobatchError(f"the fork server does not answer ({error!r})") from error
+                    # It was killed: start afresh. Any other error leaves it be, as others' workers need it.
                     self._stop()
+                    if attempt == ATTEMPTS:
+                        raise FifobatchError(f"the fork server was killed {ATTEMPTS} times ({error})") from error
         raise AssertionError
 
     def _server_with(self, modules: Collection[str]) -> _Server:
         if not self._chain:
             self._chain.append(self._start())
         while True:
-            missing = set(modules) - self._refused - self._chain[-1].modules
+            missing = {name for name in modules if not {name, _package(name)} & self._refused}
+            missing -= self._chain[-1].modules
             if not missing:
                 return self._chain[-1]
             server = self._grow(self._chain[-1], sorted(missing))
@@ -308,9 +310,11 @@ class _Servers:
                 popen.kill()
                 popen.wait()
                 raise
+            if loaded is None and popen.wait() < 0:
+                raise ConnectionResetError(f"killed by signal {-popen.returncode} while it was starting")
             if loaded is None:
                 raise FifobatchError(
-                    f"the fork server could not start (exit code {popen.wait()}); "
+                    f"the fork server could not start (exit code {popen.returncode}); "
                     "its traceback is on stderr. The workers would not start either: mend that first"
                 )
 
@@ -342,7 +346,8 @@ class _Servers:
                 self._refused.update(set(missing) - set(loaded))  # those that raised: the worker's to report
                 return _Server(os.dup(door), alive.detach_writer(), kill, loaded)
             kill()
-            self._refused.update([importing] if importing else missing)
+            # Of a package that starts a thread each module does so.
+            self._refused.update([_package(importing)] if importing else missing)
             warnings.warn(
                 f"importing {importing} {spoiled or 'ends the process'}, so each fifobatch worker imports it by itself",
                 RuntimeWarning,
@@ -364,6 +369,10 @@ class _GrownServer(process.BaseProcess):
         """Serve (in the child)."""
         listener, alive, report = forkserver.get_inherited_fds()  # type: ignore[misc]  # not None: it was forked there
         serve(listener, alive, report, self._modules)
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
 
 
 servers = _Servers()

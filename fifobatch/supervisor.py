@@ -150,6 +150,8 @@ class _Supervisor:
         try:
             self._engine.launch(flight, payload)
         except Exception as error:  # an executor that takes no more, a server that does not start, no memory
+            chunk = flight.future.chunk
+            error.add_note(f"In fifobatch, launching chunk {chunk.number} (indices {brief(chunk.indices)}) again.")
             self._engine.settle(flight, error)
 
     # -- deaths

@@ -241,6 +241,15 @@ def load(data: bytes) -> Answer:
         number = task.number % plan.num_workers if plan is not None and task.stream else worker.number
         return kind, body, (number, started, time.perf_counter(), size)
 
+    def failed(error: BaseException) -> Answer:
+        _end_if_forked(worker, error)
+        where = f"packing the batch of chunk {task.number} (indices {brief(indices)})"
+        told = located_report(error, f"preparing chunk {task.number}" if kind is None else where)
+        try:
+            return answer("error", dumps(told))
+        except OSError:  # no memory even for that: what goes through the pipe has to do
+            return answer("error", dumps(told._replace(pickled=None, text=told.text[:400], note=told.note[:400])))
+
     kind = plan = indices = None
     try:
         if worker.board[task.run]:
@@ -250,23 +259,20 @@ def load(data: bytes) -> Answer:
         indices, left_out = loads_sent(*read(worker.arena, task.indices))
         attempt = _Attempt(worker, task, plan, left_out)
         with _running(worker, plan.policy.timeout):
-            if task.stream:
-                kind, pickled = _load_share(worker, task, plan, attempt, room)
-            else:
-                kind, pickled = _load_chunk(worker, task, plan, attempt, indices, room)
-            return answer(kind, pickled)
-    except Again:
-        return answer("again")
-    except Later:
-        return answer("later")
+            try:
+                if task.stream:
+                    kind, pickled = _load_share(worker, task, plan, attempt, room)
+                else:
+                    kind, pickled = _load_chunk(worker, task, plan, attempt, indices, room)
+                return answer(kind, pickled)
+            except Again:
+                return answer("again")
+            except Later:
+                return answer("later")
+            except BaseException as error:  # as below; here, as describing the user's errors takes its time, too
+                return failed(error)
     except BaseException as error:  # the process boundary: what the user's code raises must not break the pool
-        _end_if_forked(worker, error)
-        where = f"packing the batch of chunk {task.number} (indices {brief(indices)})"
-        told = located_report(error, f"preparing chunk {task.number}" if kind is None else where)
-        try:
-            return answer("error", dumps(told))
-        except OSError:  # no memory even for that: what goes through the pipe has to do
-            return answer("error", dumps(told._replace(pickled=None, text=told.text[:400], note=told.note[:400])))
+        return failed(error)
 
 
 def _load_chunk(

@@ -15,6 +15,8 @@ All of it must hold without psutil, too, which loky and fifobatch use where it i
 import contextlib
 import importlib
 import re
+import signal
+import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -231,3 +233,41 @@ def collate(samples):
         assert Counter(map(tuple, loader)) == Counter(map(tuple, (batch.data for batch in batches.values())))
     loader.close()
     assert supervisors() >= known
+
+
+class SlowToDescribe(Exception):
+    def __str__(self) -> str:
+        return str(signal.pause())
+
+
+class Describing:
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            raise SlowToDescribe
+        return index
+
+
+def test_an_error_that_hangs_when_it_is_described_is_over_its_time(nothing_left: None) -> None:
+    batches, [error] = drain(FifoLoader(Describing(), num_workers=2, timeout=TIMEOUT).batches())
+    assert sorted(batches) == [0, 2]
+    assert type(error) is ChunkTimeoutError
+    assert str(error).startswith("dataset[1] is not done within timeout=1 seconds")
+
+
+def test_a_server_that_is_killed_while_it_starts_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    class Killed(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self)
+            if len(started) < 3:
+                self.kill()
+
+    servers.stop()
+    monkeypatch.setattr("fifobatch.server.subprocess.Popen", Killed)
+    assert sorted(batch.item() for batch in FifoLoader(range(3), num_workers=1)) == [0, 1, 2]
+    assert len(started) == 3

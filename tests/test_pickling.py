@@ -1084,3 +1084,36 @@ def test_partials_and_methods_arrive():
     assert travel(add)(1)[-1] == 1000
     assert isinstance(travel(Bag(x=1).method), types.MethodType)
     assert list(travel(itertools.islice(range(10), 3))) == [0, 1, 2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """Takes no attributes, and so no notes."""
+
+    key: int
+
+
+class Quitter(Exception):
+    """Ends the process that makes it anew."""
+
+    def __reduce__(self) -> Any:
+        return sys.exit, (77,)
+
+
+def test_an_error_that_takes_no_notes_has_one_in_its_place_that_does() -> None:
+    error = rebuild(report(Frozen(3), "there"))
+    assert type(error) is SampleError
+    assert error.__notes__[0].startswith("there")
+    assert "Frozen" in str(error)
+
+
+def test_an_error_whose_rebuilding_exits_is_told_of() -> None:
+    told = report(Quitter("text"), "there")
+    error = rebuild(told)
+    assert type(error) in (SampleError, Quitter)
+    assert "text" in str(error)
+    told = told._replace(pickled=pickle.dumps((cloudpickle.dumps(Quitter()), [])))
+    error = rebuild(told)
+    assert type(error) is SampleError
+    assert "text" in str(error)
+    assert "could not be rebuilt here: SystemExit(77)" in error.__notes__[0]
