@@ -71,9 +71,8 @@ def test_the_progress_bar_the_log_and_a_warning_are_all_that_goes_to_stderr(scri
 
 
 def test_the_table_of_errors_is_the_one_of_the_code():
-
     table = re.search(r"^FifobatchError \(RuntimeError\)\n(.*?)```", README, re.DOTALL | re.MULTILINE)[1]
     names = re.findall(r"-- (\w+)", table)
     assert sorted([*names, "FifobatchError"]) == [
-        name for name in errors.__all__ if isinstance(getattr(errors, name), type)
+        name for name in fifobatch.errors.__all__ if isinstance(getattr(fifobatch.errors, name), type)
     ]
