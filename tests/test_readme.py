@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from fifobatch import FifoLoader
+from fifobatch import FifoLoader, errors
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
@@ -74,5 +74,5 @@ def test_the_table_of_errors_is_the_one_of_the_code():
     table = re.search(r"^FifobatchError \(RuntimeError\)\n(.*?)```", README, re.DOTALL | re.MULTILINE)[1]
     names = re.findall(r"-- (\w+)", table)
     assert sorted([*names, "FifobatchError"]) == [
-        name for name in fifobatch.errors.__all__ if isinstance(getattr(fifobatch.errors, name), type)
+        name for name in errors.__all__ if isinstance(getattr(errors, name), type)
     ]
