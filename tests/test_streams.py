@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import signal
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from conftest import await_supervisors, supervisors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from probes import (
+    TIMEOUT,
     Blind,
     Gate,
     Once,
@@ -124,17 +126,23 @@ def test_a_lane_has_at_most_prefetch_factor_requests_and_all_of_them_the_window(
 def test_an_exhausted_lane_leaves_its_place_to_others(gate: Gate) -> None:
     dataset = Stream(held_back, 9, gate, 0)
     iterator = FifoLoader(dataset, num_workers=2, prefetch_factor=3, window=3).batches()
-    assert len(iterator.timeline()) == 3
-    gate.open(1)
-    first = next(iterator)  # by now it is known that lane 0 has nothing, or it is when the next has come
-    gate.open(1)
-    delivered = [first.number, next(iterator).number]
-    assert delivered == [1, 3]
-    assert {span.number for span in iterator.timeline() if span.delivered is None} == {5, 7, 9}
-    gate.open(7)
-    assert [batch.number for batch in iterator] == list(range(5, 18, 2))
-    statistics = iterator.statistics()
-    assert statistics.submitted == statistics.delivered == 9
+    assert {span.number for span in iterator.timeline()} == {0, 1, 2}
+    window, known = iterator._batches._window, threading.Semaphore(0)  # type: ignore[union-attr]
+
+    def cancel(number: int) -> None:
+        Window.cancel(window, number)
+        known.release()
+
+    window.cancel = cancel  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(next, iterator)
+        for _ in range(2):  # batches 0 and 2 do not exist, as the waiting consumer hears
+            assert known.acquire(timeout=TIMEOUT)
+        gate.open(1)
+        assert first.result(TIMEOUT).number == 1
+    assert {span.number for span in iterator.timeline() if span.delivered is None} == {3, 5, 7}
+    gate.open(8)
+    assert [batch.number for batch in iterator] == [3, 5, 7, 9, 11, 13, 15, 17]
 
 
 @pytest.mark.parametrize(
