@@ -58,8 +58,8 @@ def skew(quick: bool) -> list[Epoch]:
     return [Epoch("skew: epoch", "s", dataset, size, WORKERS, ideal=list_schedule(batches, WORKERS))]
 
 
-class Lanes(IterableDataset[int]):
-    """A stream in four shares, whose samples sleep; in each share twice as long as in the one before."""
+class Integers(IterableDataset[int]):
+    """A ``range`` as a stream: each worker has every n-th."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -70,7 +70,16 @@ class Lanes(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         share = get_worker_info()
         assert share is not None
-        for number in range(share.id, self.length, share.num_workers):
+        return iter(range(share.id, self.length, share.num_workers))
+
+
+class Lanes(Integers):
+    """The same, with samples that sleep; in each share twice as long as in the one before."""
+
+    def __iter__(self) -> Iterator[int]:
+        share = get_worker_info()
+        assert share is not None
+        for number in super().__iter__():
             time.sleep(LANE_SECONDS[share.id])
             yield number
 
@@ -149,21 +158,6 @@ def transport(quick: bool) -> list[Epoch]:
         Epoch("transport: 1 MiB batches", "GB/s", small, size, 2, gigabytes["small"], _read),
         Epoch("transport: dicts of six", "GB/s", records, size, 2, 12 * gigabytes["small"], _read),
     ]
-
-
-class Integers(IterableDataset[int]):
-    """A ``range`` as a stream: each worker has every n-th."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        share = get_worker_info()
-        assert share is not None
-        return iter(range(share.id, self.length, share.num_workers))
 
 
 def tiny(quick: bool) -> list[Epoch]:

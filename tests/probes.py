@@ -5,6 +5,7 @@ Workers and scripts import this file by name; it is nobody's installed package, 
 
 import itertools
 import os
+import queue
 import random
 import select
 import signal
@@ -12,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fifobatch import FifoLoader
+from fifobatch.testing import ManualExecutor
 
 TIMEOUT = 60.0  # for what must happen at all; a hang, not a measurement
 
@@ -308,3 +311,33 @@ class Once(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return self.numbers
+
+
+class Announcing(ManualExecutor):
+    """Tells the test of each call that was submitted, in whichever thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.submitted: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        future = super().submit(fn, *args, **kwargs)
+        self.submitted.put(len(self.calls) - 1)
+        return future
+
+    def await_call(self) -> int:
+        """Return the number of the next call, when it has come."""
+        return self.submitted.get(timeout=TIMEOUT)
+
+
+def drain(iterator: Iterator[Any]) -> tuple[list[Any], list[Exception]]:
+    """Return what an iterator yields, and what it raises on its way."""
+    batches: list[Any] = []
+    errors: list[Exception] = []
+    while True:
+        try:
+            batches.append(next(iterator))
+        except StopIteration:
+            return batches, errors
+        except Exception as error:
+            errors.append(error)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from probes import Announcing
 from torch.utils.data import DataLoader
 
 from fifobatch import (
@@ -63,19 +64,6 @@ class Busy(ManualExecutor):
 
     def _begin(self, number: int) -> "Future[Any]":
         return self.calls[number]
-
-
-class Announcing(ManualExecutor):
-    """Tells the test of each call that was submitted, in whichever thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.submitted: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        future = super().submit(fn, *args, **kwargs)
-        self.submitted.put(len(self.calls) - 1)
-        return future
 
 
 class Raising:

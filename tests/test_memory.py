@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 from conftest import Finished
-from probes import Calls, Gate
+from probes import Calls, Gate, drain
 from torch.utils.data import TensorDataset
 
 from fifobatch import BatchExecutor, BatchPlan, FifoLoader, WorkerDiedError
@@ -353,18 +353,6 @@ def limit_if_3(index: int) -> torch.Tensor:
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000 if index == 3 else hard, hard))
     return torch.full((200_000 if index == 3 else 2000,), index, dtype=torch.uint8)
-
-
-def drain(iterator: Iterator[Any]) -> tuple[list[Any], list[Exception]]:
-    """Return what an iterator yields, and what it raises on its way."""
-    batches, errors = [], []
-    while True:
-        try:
-            batches.append(next(iterator))
-        except StopIteration:
-            return batches, errors
-        except Exception as error:
-            errors.append(error)
 
 
 NO_MEMORY: dict[str, tuple[Callable[[int], Any], Callable[[int], None] | None, str]] = {

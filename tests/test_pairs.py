@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from probes import TIMEOUT, Calls
+from probes import TIMEOUT, Announcing, Calls
 from torch.utils.data import DataLoader, IterableDataset
 
 from fifobatch import (
@@ -32,27 +32,10 @@ from fifobatch import (
     SampleError,
     WorkerDiedError,
 )
-from fifobatch.testing import ManualExecutor
 
 pytestmark = pytest.mark.filterwarnings("ignore:num_workers=.* is more than two a core")  # so that 2 cores are enough
 
 WORKERS = pytest.mark.parametrize("num_workers", [0, 3])
-
-
-class Announcing(ManualExecutor):
-    """Tells the test of each call that was submitted, in whichever thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.submitted: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        future = super().submit(fn, *args, **kwargs)
-        self.submitted.put(len(self.calls) - 1)
-        return future
-
-    def await_call(self) -> int:
-        return self.submitted.get(timeout=TIMEOUT)
 
 
 @pytest.fixture

@@ -1,34 +1,15 @@
 """Retries and skipping where no worker of ours is: on others' executors, completed by hand, and in this process."""
 
-import queue
 import random
 import warnings
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from probes import TIMEOUT, Calls
+from probes import Announcing, Calls
 
 from fifobatch import FifoLoader
-from fifobatch.testing import ManualExecutor
-
-
-class Announcing(ManualExecutor):
-    """Says when a call has come: retries are submitted by another thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._numbers: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        future = super().submit(fn, *args, **kwargs)
-        self._numbers.put(len(self.calls) - 1)
-        return future
-
-    def next_call(self) -> int:
-        return self._numbers.get(timeout=TIMEOUT)
 
 
 class Flaky:
@@ -59,13 +40,13 @@ def test_a_chunk_that_fails_is_tried_again_later_and_the_others_come_meanwhile()
     flaky = Flaky(s0=[OSError("first"), OSError("second")])
     loader: FifoLoader[Any] = FifoLoader(flaky, batch_size=2, executor=manual, window=2, retries=2)
     iterator = iter(loader)
-    assert [manual.next_call(), manual.next_call()] == [0, 1]
+    assert [manual.await_call(), manual.await_call()] == [0, 1]
     manual.complete(0)
-    again = manual.next_call()
+    again = manual.await_call()
     manual.complete(1)
     assert next(iterator).tolist() == [2, 3]
     manual.complete(again)
-    manual.complete(manual.next_call())
+    manual.complete(manual.await_call())
     assert next(iterator).tolist() == [0, 1]
     assert list(iterator) == []
     statistics = loader.statistics()
@@ -79,7 +60,7 @@ def test_the_last_error_is_the_datasets_own_and_says_which_attempt_it_was() -> N
     loader: FifoLoader[Any] = FifoLoader(Flaky(2, s1=errors), batch_size=2, executor=manual, retries=2)
     iterator = iter(loader)
     for _ in range(3):
-        manual.complete(manual.next_call())
+        manual.complete(manual.await_call())
     with pytest.raises(OSError, match="third") as caught:
         next(iterator)
     [note] = caught.value.__notes__
@@ -96,7 +77,7 @@ def test_other_errors_are_not_tried_again(retry_on: Any, error: type[BaseExcepti
     manual = Announcing()
     loader: FifoLoader[Any] = FifoLoader(Flaky(1, s0=[error("x")]), executor=manual, retries=2, retry_on=retry_on)
     iterator = iter(loader)
-    manual.complete(manual.next_call())
+    manual.complete(manual.await_call())
     with pytest.raises(Exception, match=r"x|KeyboardInterrupt") as caught:
         next(iterator)
     assert "attempt 1, after" in caught.value.__notes__[0]
@@ -109,7 +90,7 @@ def test_what_fails_is_left_out_and_warned_of_once() -> None:
     loader: FifoLoader[Any] = FifoLoader(flaky, batch_size=2, executor=manual, window=3, on_error="skip")
     iterator = loader.batches()
     for _ in range(3):
-        manual.complete(manual.next_call())
+        manual.complete(manual.await_call())
     found = [next(iterator), next(iterator)]
     assert [(batch.number, batch.indices, batch.data.tolist()) for batch in found] == [
         (0, [0], [0]),
@@ -131,7 +112,7 @@ def test_left_out_only_after_the_retries() -> None:
     )
     iterator = loader.batches()
     for _ in range(3):  # at the third, sample 2 fails
-        manual.complete(manual.next_call())
+        manual.complete(manual.await_call())
     assert next(iterator).indices == [0, 1]
     with pytest.warns(UserWarning, match="1 sample that failed"):
         assert list(iterator) == []
@@ -150,7 +131,7 @@ def test_a_collate_function_that_fails_leaves_the_whole_batch_out() -> None:
     )
     iterator = iter(loader)
     for _ in range(2):
-        manual.complete(manual.next_call())
+        manual.complete(manual.await_call())
     with pytest.warns(UserWarning, match="4 samples that failed"):
         assert list(iterator) == []
     assert failures(loader) == [
@@ -165,7 +146,7 @@ def test_a_chunk_that_is_to_be_tried_again_ends_with_its_iterator() -> None:
     manual = Announcing()
     loader: FifoLoader[Any] = FifoLoader(Flaky(2, s0=[OSError()] * 9), executor=manual, window=2, retries=9)
     iterator = iter(loader)
-    calls = [manual.next_call(), manual.next_call()]
+    calls = [manual.await_call(), manual.await_call()]
     iterator.close()
     for number in calls:
         if not manual.calls[number].cancelled():
@@ -178,7 +159,7 @@ def test_an_executor_that_takes_no_more_when_a_chunk_is_to_be_tried_again() -> N
     manual = Announcing()
     loader: FifoLoader[Any] = FifoLoader(Flaky(1, s0=[OSError()]), executor=manual, retries=1)
     iterator = iter(loader)
-    number = manual.next_call()
+    number = manual.await_call()
     manual.shutdown()
     manual.complete(number)
     with pytest.raises(RuntimeError, match="after shutdown"):

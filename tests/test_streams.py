@@ -28,6 +28,7 @@ from probes import (
     Range,
     Sized,
     Stream,
+    drain,
     drawn,
     failing,
     failing_at_once,
@@ -73,19 +74,6 @@ def balances(statistics: Statistics) -> bool:
     return statistics.submitted == sum(
         (statistics.delivered, statistics.failed, statistics.abandoned, statistics.under_way)
     )
-
-
-def outcomes(iterator: Iterator[Any]) -> tuple[list[Any], list[Exception]]:
-    """Return what comes of an iterator that goes on after errors."""
-    batches: list[Any] = []
-    errors: list[Exception] = []
-    while True:
-        try:
-            batches.append(next(iterator))
-        except StopIteration:
-            return batches, errors
-        except Exception as error:
-            errors.append(error)
 
 
 def by_hand(lengths: tuple[int, ...], batch_size: int, drop_last: bool) -> dict[int, tuple[list[int], list[int]]]:
@@ -428,7 +416,7 @@ def test_there_is_no_warning_where_nothing_is_repeated(dataset: Stream, num_work
 
 
 def test_where_the_warning_is_an_error_no_batch_is_lost() -> None:
-    batches, errors = outcomes(iter(FifoLoader(Blind(range, 4), num_workers=2)))
+    batches, errors = drain(iter(FifoLoader(Blind(range, 4), num_workers=2)))
     assert [type(error) for error in errors] == [UserWarning]
     assert flat(batches) == [0, 0, 1, 1, 2, 2, 3, 3]
 
@@ -561,7 +549,7 @@ def test_a_lane_that_is_killed_goes_on_where_it_was(gate: Gate) -> None:
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_a_lane_that_always_dies_is_named_and_others_go_on(on_error: str) -> None:
     loader = FifoLoader(Stream(drawn, 6, "", (1, 3)), batch_size=2, num_workers=2, on_error=on_error)
-    batches, errors = outcomes(loader.batches())
+    batches, errors = drain(loader.batches())
     assert sorted(batch.number for batch in batches) == [0, 1, 2, 4]
     (error,) = errors
     assert isinstance(error, WorkerDiedError)
@@ -574,7 +562,7 @@ def test_a_lane_that_always_dies_is_named_and_others_go_on(on_error: str) -> Non
 
 def test_a_lane_that_hangs_is_over_after_its_timeout_and_others_go_on(gate: Gate) -> None:
     loader = FifoLoader(Stream(hanging, 6, gate, (1, 3)), batch_size=2, num_workers=2, timeout=1, window=2)
-    batches, errors = outcomes(loader.batches())
+    batches, errors = drain(loader.batches())
     assert sorted(batch.number for batch in batches) == [0, 1, 2, 4]
     (error,) = errors
     assert isinstance(error, ChunkTimeoutError)
@@ -590,7 +578,7 @@ def test_what_a_lane_skips_has_the_time_of_a_batch_each(tmp_path: Path) -> None:
 
 def test_an_exception_in_the_stream_ends_its_lane() -> None:
     loader = FifoLoader(Stream(failing, 6, (1, 3)), batch_size=2, num_workers=2)
-    batches, errors = outcomes(loader.batches())
+    batches, errors = drain(loader.batches())
     assert sorted(batch.number for batch in batches) == [0, 1, 2, 4]
     (error,) = errors
     assert isinstance(error, OSError)
@@ -601,7 +589,7 @@ def test_an_exception_in_the_stream_ends_its_lane() -> None:
 
 def test_an_exception_in_collate_fn_is_that_batchs_only() -> None:
     loader = FifoLoader(Stream(of_lengths, 6, 6), batch_size=2, num_workers=2, collate_fn=partial(without_a, 102, ""))
-    batches, errors = outcomes(loader.batches())
+    batches, errors = drain(loader.batches())
     assert sorted(batch.number for batch in batches) == [0, 1, 2, 4, 5]
     (error,) = errors
     assert str(error) == "no such batch"
@@ -636,7 +624,7 @@ def test_what_fails_once_is_tried_again(num_workers: int, tmp_path: Path) -> Non
 def test_what_goes_on_failing_is_an_error_after_the_retries() -> None:
     for dataset in (Stream(failing, 6, (0, 3)), Stream(failing_at_once, 6)):
         loader = FifoLoader(dataset, batch_size=2, num_workers=2, retries=2)
-        batches, errors = outcomes(loader.batches())
+        batches, errors = drain(loader.batches())
         assert {1, 3, 5} <= {batch.number for batch in batches}
         (error,) = errors
         assert "attempt 3" in "".join(error.__notes__)
@@ -675,7 +663,7 @@ def test_samples_that_fail_are_left_out(num_workers: int) -> None:
 
 def test_an_exception_where_the_parent_reads_comes_after_what_was_read_before() -> None:
     loader = FifoLoader(Stream(failing, 6, (0, 5)), batch_size=2, num_workers=2, split="parent")
-    batches, errors = outcomes(iter(loader))
+    batches, errors = drain(iter(loader))
     assert sorted(batch.tolist() for batch in batches) == [[0, 1], [2, 3]]
     assert [str(error) for error in errors] == ["cannot read 5"]
 
@@ -965,11 +953,11 @@ def test_in_process_leaves_the_random_state_alone_and_counts() -> None:
 
 
 def test_in_process_an_error_of_the_stream_is_the_end_and_one_of_collate_fn_is_not() -> None:
-    batches, errors = outcomes(iter(FifoLoader(Stream(failing, 6, (0, 3)), batch_size=2, num_workers=0)))
+    batches, errors = drain(iter(FifoLoader(Stream(failing, 6, (0, 3)), batch_size=2, num_workers=0)))
     assert [batch.tolist() for batch in batches] == [[0, 1]]
     assert "item 3 of the stream" in "".join(errors[0].__notes__)
     loader = FifoLoader(Blind(range, 6), batch_size=2, num_workers=0, collate_fn=partial(without_a, 2, ""))
-    batches, errors = outcomes(iter(loader))
+    batches, errors = drain(iter(loader))
     assert batches == [[0, 1], [4, 5]]
     assert len(errors) == 1
 
