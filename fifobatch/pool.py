@@ -160,7 +160,13 @@ class WorkerPool:
         """
         if self._manager is not None:
             self._manager.join(timeout)
-        return self._manager is None or not self._manager.is_alive()
+            if self._manager.is_alive():
+                return False
+        # To loky, a worker whose fork server was killed has ended: it was told nothing, and waits for tasks.
+        for worker in list(self._context.workers.values()):
+            if worker.pid and worker.exitcode == 255:
+                _end(worker.pid)
+        return True
 
     def kill(self, error: Exception) -> None:
         """Kill the workers now, and wait for them; unfinished futures get ``error``."""

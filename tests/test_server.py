@@ -25,7 +25,7 @@ import torch
 from conftest import Finished, Script, await_end, await_supervisors, supervisors
 from probes import TIMEOUT, Calls, Gate, load, load_inside, pass_gate, processes, surroundings
 
-from fifobatch import ClosedError, FifobatchError, FifoLoader, WorkerDiedError, server
+from fifobatch import ClosedError, FifoLoader, server
 from fifobatch import pool as pool_module
 from fifobatch.pool import WorkerPool
 from fifobatch.server import servers
@@ -201,13 +201,8 @@ def test_servers_that_are_killed_while_the_iteration_goes_on(gate: Gate) -> None
     workers = gate.arrivals(2)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    gate.open(6)
-    outcome: Any
-    try:
-        outcome = list(iterator)
-    except FifobatchError as error:
-        outcome = error
-    assert isinstance(outcome, WorkerDiedError) or len(outcome) == 6  # and never a ChunkTimeoutError: a hang
+    gate.open(100)  # more than samples: a worker may pass and end before its answer counts, then it is loaded again
+    assert len(list(iterator)) == 6
     await_end(workers)
     assert len(load(Calls(4, processes))) == 4
 
@@ -227,6 +222,24 @@ def test_killed_workers_have_ended_though_their_server_is_gone() -> None:
     for future in futures:
         assert isinstance(future.exception(TIMEOUT), Exception)
     assert pool.join(TIMEOUT)
+
+
+def test_workers_end_at_shutdown_though_their_server_is_gone(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    pool = WorkerPool(1, dict, (), lambda: None)
+    future = pool.submit(os.open, str(fifo), os.O_RDONLY)  # which waits for a writer
+
+    def end_server_then_pool(_: object) -> None:
+        # In the manager thread, which so sees the shutdown before it sees that the worker's sentinel is closed.
+        servers.stop()
+        pool.shutdown()
+
+    future.add_done_callback(end_server_then_pool)
+    with open(fifo, "wb"):
+        future.result(TIMEOUT)
+    assert pool.join(TIMEOUT)
+    await_end(list(pool.numbers.values()), timeout=0)
 
 
 def _refuse(*args: Any) -> Any:
