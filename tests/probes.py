@@ -98,7 +98,16 @@ class Calls:
 
 def processes(index: int, *others: object) -> tuple[int, ...]:
     """Return the pids of the worker and of the fork servers that it comes from, the base last."""
-    return (os.getpid(), *(parent.pid for parent in psutil.Process().parents()))
+    return (os.getpid(), *ancestors(os.getpid()))
+
+
+def ancestors(pid: int) -> list[int]:
+    """Return the pids of a process's parent, of that one's parent, and so on."""
+    pids: list[int] = []
+    while pid > 1:  # not psutil's `parents()`, which ends where the clock was set between two starts
+        pid = psutil.Process(pid).ppid()
+        pids.append(pid)
+    return pids
 
 
 def pass_gate(index: int, gate: Gate, *others: object) -> int:

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pluggy
-import psutil
 import pytest
 import torch
 from conftest import await_end
-from probes import TIMEOUT, Calls, Gate, processes
+from probes import TIMEOUT, Calls, Gate, ancestors, processes
 from traps import check_contents, drain, make_loader
 
 from fifobatch import BatchExecutor, BatchPlan, ChunkTimeoutError, FifoLoader, SampleError, WorkerDiedError
@@ -297,7 +296,7 @@ def pause_beside(index: int, gate: Gate, open_from: int, package: Any) -> tuple[
 
 def servers_of(pid: int) -> list[int]:
     """Return the fork servers that a worker comes from, the base last."""
-    parents = [parent.pid for parent in psutil.Process(pid).parents()]
+    parents = ancestors(pid)
     return parents[: parents.index(os.getpid())]
 
 
