@@ -29,7 +29,7 @@ from typing import Any, NoReturn, Protocol
 
 from fifobatch.errors import ClosedError, noted
 from fifobatch.plan import Batch, Chunk, Failure
-from fifobatch.streams import REPEATS, Lanes
+from fifobatch.streams import Lanes
 from fifobatch.trace import Record, Trace
 from fifobatch.window import Window
 
@@ -47,7 +47,8 @@ class BatchFuture(Future[Batch[Any]]):
         is_empty: Whether that was all of them: there is nothing to deliver.
         is_void: Whether there is no such batch, as its lane of a stream was over before.
         is_last: Whether its lane is over with it.
-        is_split: Whether the stream's dataset has looked at its worker info there.
+        is_cut: Whether that is so because the stream has raised an error, which was left out.
+        has_looked: Whether the stream's dataset has looked at its worker info there; None if there was nothing to see.
     """
 
     def __init__(self, chunk: Chunk) -> None:
@@ -55,8 +56,8 @@ class BatchFuture(Future[Batch[Any]]):
         self.chunk = chunk
         self.record = Record(chunk.number)
         self.failures: list[Failure] = []
-        self.is_empty = self.is_void = self.is_last = False
-        self.is_split = True
+        self.is_empty = self.is_void = self.is_last = self.is_cut = False
+        self.has_looked: bool | None = None
         self.left_out: tuple[int, ...] = ()
         self.inner: Future[Any] | None = None  # the pool's
 
@@ -109,8 +110,7 @@ class Completions(Iterator[Any]):
         trace: Where to note what happens; it has begun.
         executor: Kept alive as long as the iterator: when nobody refers to it, it ends.
         prepare: Done to each batch before it is delivered, in a thread of its own.
-        warn_of_repeats: The stack level, from ``next()``, of a warning if all lanes of a stream read the same; None for
-            no warning.
+        stacklevel: Of what there is to warn of in a stream, from ``next()``.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class Completions(Iterator[Any]):
         trace: Trace,
         executor: object,
         prepare: Callable[[Batch[Any]], Batch[Any]] | None = None,
-        warn_of_repeats: int | None = None,
+        stacklevel: int = 1,
     ) -> None:
-        self._warn_of_repeats = warn_of_repeats
+        self._stacklevel = stacklevel
         self._executor = executor
         self._lanes = chunks if isinstance(chunks, Lanes) else None
         self._take: Callable[[], Chunk | None] | None = None  # None: nothing more is to be submitted
@@ -195,9 +195,10 @@ class Completions(Iterator[Any]):
                     self._raise_end()
                 self._receive()
                 self._check_open()
-            if self._lanes is not None and self._lanes.repeats and self._warn_of_repeats is not None:
-                stacklevel, self._warn_of_repeats = self._warn_of_repeats + 1, None
-                warnings.warn(REPEATS, stacklevel=stacklevel)  # now, as it may be an error: then the batch still comes
+            while (
+                self._lanes is not None and self._lanes.warnings
+            ):  # now, as it may be an error: then the batch still comes
+                warnings.warn(self._lanes.warnings.pop(0), stacklevel=self._stacklevel + 1)
             _, future = self._window.deliver()
             self.trace.hand_over(future.record, future.error_name)
             self.trace.failures += future.failures
@@ -225,7 +226,9 @@ class Completions(Iterator[Any]):
         if not future.is_void:
             self._window.complete(number, future, future.nbytes)
         if self._lanes is not None:
-            self._lanes.landed(number, future.is_last, future.is_split)
+            self._lanes.landed(number, future.is_last, future.has_looked)
+            if future.is_cut:
+                self._lanes.cut(number, future.failures[-1].error)
             if future.is_last:
                 first, step = number if future.is_void else number + self._lanes.count, self._lanes.count
                 self._window.end(first, step)
@@ -286,7 +289,7 @@ def _prepare(
     if not future.cancelled() and future.exception() is None and not (future.is_empty or future.is_void):
         prepared = BatchFuture(future.chunk)
         prepared.record, prepared.failures, prepared.left_out = future.record, future.failures, future.left_out
-        prepared.is_last, prepared.is_split = future.is_last, future.is_split
+        prepared.is_last, prepared.is_cut, prepared.has_looked = future.is_last, future.is_cut, future.has_looked
         try:
             prepared.set_result(prepare(future.result()))
         except Exception as error:  # what the user's own pin_memory() raises, or no memory: this batch's error

@@ -258,6 +258,7 @@ class Engine:
                 singly=flight.singly,
                 stream=run.key if run.lanes else 0,
                 epoch=run.epoch,
+                delivered=run.delivered[flight.lane] if run.lanes else 0,
             )
             try:
                 inner = pool.submit(load, task.to_bytes())

@@ -53,7 +53,7 @@ class ChunkTimeoutError(FifobatchError, TimeoutError):
 
 
 class PlanError(FifobatchError, ValueError):
-    """The request cannot be planned, or cannot be sent to a worker. The message says what to change."""
+    """What is asked for cannot be planned, sent to a worker, or started again. The message says what to change."""
 
 
 class ClosedError(FifobatchError):

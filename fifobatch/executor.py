@@ -163,7 +163,7 @@ class BatchExecutor:
                 as long as it lives, so that workers keep their copy if nothing has changed.
             split: Who reads what of an ``IterableDataset``; see `FifoLoader`.
             prefetch_factor: How many batches may be asked for at once of each lane of it; by ``window`` if None.
-            stacklevel: Of the warning that lanes read the same.
+            stacklevel: Of what there is to warn of in a stream.
             pair: Makes what loads pairs of what loads the plan.
 
         Raises:
@@ -177,9 +177,8 @@ class BatchExecutor:
             of_lanes = self._engine.start_run(payload, plan.seed, window.size, trace, plan.epoch)
             self._latest[plan if owner is None else owner] = of_lanes
             per_lane = prefetch_factor or -(-window.size // count)
-            lanes = Lanes(count, per_lane, window.max_skew is not None, plan.seed, plan.epoch)
-            warn = stacklevel if split == "auto" else None
-            return Completions(lanes, of_lanes, window, select, trace, self, prepare, warn)
+            lanes = Lanes(count, per_lane, window.max_skew is not None, plan.seed, plan.epoch, split)
+            return Completions(lanes, of_lanes, window, select, trace, self, prepare, stacklevel)
         chunks = iter(plan)
         first = list(itertools.islice(chunks, 1))  # a plan without chunks pickles and starts nothing
         loading: Loading | None = None

@@ -19,7 +19,18 @@ from fifobatch.arena import Room
 from fifobatch.attempt import COLLATING, LISTING, NO_POLICY, Attempt, Policy, brief
 from fifobatch.pickling import IN_BAND_BYTES
 
-__all__ = ["ABANDONED", "NOTHING", "Payload", "StreamOptions", "collated", "fetch", "seed_all", "seeds", "size_of"]
+__all__ = [
+    "ABANDONED",
+    "NOTHING",
+    "Payload",
+    "StreamOptions",
+    "collated",
+    "fetch",
+    "random_state",
+    "seed_all",
+    "seeds",
+    "size_of",
+]
 
 
 class StreamOptions(NamedTuple):
@@ -268,14 +279,24 @@ def seed_all(seed: int) -> None:
 @contextmanager
 def seeds(seed: int) -> Iterator[None]:
     """Seed as a worker would, and put this process's own random state back afterwards."""
-    numpy = sys.modules.get("numpy")
-    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
+    restore = random_state()
     seed_all(seed)
     try:
         yield
     finally:
+        restore()
+
+
+def random_state() -> Callable[[], None]:
+    """Return what puts the random state back that there is now."""
+    numpy = sys.modules.get("numpy")
+    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+
+    def restore() -> None:
         random.setstate(python_state)
         torch.default_generator.set_state(torch_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
+
+    return restore

@@ -75,6 +75,7 @@ class Run:
         self.epoch = epoch
         self.key = next(_keys)
         self.ended_lanes: set[int] = set()  # that have killed their process
+        self.delivered: Counter[int] = Counter()  # batches that have come, by lane
         self.trace = trace
         self.over = False
         self.has_loaded = False
@@ -227,30 +228,29 @@ class Flight:
         return None if len(self.left_out) < len(self._indices) else self.without([], None, attempts)
 
     def of_lane(
-        self, share: tuple[Any, int, bool, bool], failed: Iterable[tuple[tuple[int, ...] | None, Exception]]
+        self, share: tuple[Any, range, bool, bool], failed: Iterable[tuple[tuple[int, ...] | None, Exception]]
     ) -> Batch[Any]:
         """Return the batch of a stream.
 
         Args:
             share: What the worker says: a `lane.Share`.
-            failed: As of `without`.
+            failed: The items that were left out (None for those of the batch), and their errors. A single one is of the
+                stream itself, and the last.
         """
-        data, samples, is_last, is_split = share
-        options = self.run.stream
-        assert options is not None
+        data, indices, is_last, has_looked = share
         number, future = self.future.chunk.number, self.future
-        first = number // self.run.lanes * (options.batch_size or 1)
-        step, start = (self.run.lanes, self.lane) if options.stride else (1, 0)
-        indices = [start + step * position for position in range(first, first + samples)]
-        future.failures = [
-            Failure(start + step * (first + position), number, error, self.attempt + self._died)
-            for positions, error in failed
-            for position in (range(samples) if positions is None else positions)
-        ]
-        future.is_last, future.is_split = is_last, is_split or not samples
+        if indices:
+            self.run.delivered[self.lane] = max(self.run.delivered[self.lane], number // self.run.lanes + 1)
+        for items, error in failed:
+            future.failures += [
+                Failure(item, number, error, self.attempt + self._died)
+                for item in (indices if items is None else items)
+            ]
+            future.is_cut |= items is not None
+        future.is_last, future.has_looked = is_last, has_looked if indices else None
         future.is_empty = bool(future.failures) and data is None
-        future.is_void = not samples and not future.failures
-        return Batch(number, indices if self.run.collates or not indices else indices[0], data)
+        future.is_void = not indices and not future.failures
+        return Batch(number, list(indices) if self.run.collates or not indices else indices[0], data)
 
     def without(
         self, failed: Iterable[tuple[tuple[int, ...] | None, Exception]], data: Any, attempts: int | None = None
@@ -286,12 +286,13 @@ class Flight:
     @property
     def _chunk(self) -> str:
         if self.run.lanes:
-            return f"batch {self.future.chunk.number}; this lane is over"
+            return f"batch {self.future.chunk.number}, of lane {self.lane}; this lane is over"
         return f"chunk {self.future.chunk.number}, indices {brief(self.future.chunk.indices)}"
 
     def _describe(self, step: int) -> str:
         if step >= 0 and self.run.lanes:
-            return f"item {step} of lane {self.lane}"
+            whole = "the stream, read by lane" if self.run.stream is not None and self.run.stream.stride else "lane"
+            return f"item {step} of {whole} {self.lane}"
         if step >= 0:
             return f"dataset[{brief(self._indices[step])}]"
         return {

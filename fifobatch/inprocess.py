@@ -2,12 +2,13 @@
 
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fifobatch.attempt import NO_POLICY, Again, Attempt, Located, Policy
+from fifobatch.attempt import NO_POLICY, Again, Attempt, Located, Policy, brief
 from fifobatch.errors import ClosedError, SampleError, noted
-from fifobatch.fetch import NOTHING, Payload, StreamOptions, fetch, seed_all, seeds
+from fifobatch.fetch import NOTHING, Payload, StreamOptions, fetch, seeds
 from fifobatch.lane import Lane
 from fifobatch.plan import Batch, BatchPlan, Chunk, Failure, chunk_seed
 from fifobatch.trace import Record, Trace
@@ -39,7 +40,7 @@ class InProcess(Iterator[Any]):
         def seed(number: int) -> int:
             return chunk_seed(plan.seed, plan.epoch, number)
 
-        self._lane = Lane(self._payload, 0, lambda number: seed_all(seed(number))) if plan.is_stream else None
+        self._lane = Lane(self._payload, 0, seed) if plan.is_stream else None
         chunks = (Chunk(number, None, seed(number)) for number in itertools.count()) if plan.is_stream else iter(plan)
         # Begin now: what the sampler draws belongs to the moment of iter().
         self._chunks: Iterator[Chunk] = itertools.chain(list(itertools.islice(chunks, 1)), chunks)
@@ -102,7 +103,7 @@ class InProcess(Iterator[Any]):
                 raise _raisable(located) from located.error.__cause__
             else:
                 indices = list(chunk.indices) if self._payload.collates else [chunk.indices]
-                kept = self._note_failures(chunk, attempt, indices, len(indices))
+                kept = self._note_failures(chunk, attempt, indices)
                 batch = Batch(chunk.number, kept if self._payload.collates else chunk.indices, data)
                 return None if data is NOTHING else batch
             finally:
@@ -113,30 +114,28 @@ class InProcess(Iterator[Any]):
         share = lane.load(chunk.number, attempt)
         if share.is_last:
             self._chunks = iter(())
-        first = chunk.number * lane.size
-        # A sample that has failed comes after the others, also after those that drop_last leaves out.
-        indices = list(range(first, first + lane.size))
-        kept = self._note_failures(chunk, attempt, indices, share.samples)[: share.samples]
-        if not share.samples or share.data is NOTHING:
+        for items, located in attempt.failed:
+            error = _raisable(located)
+            self.trace.failures += [
+                Failure(item, chunk.number, error, attempt.attempt)
+                for item in (share.indices if items is None else items)
+            ]
+            if items is not None:
+                text = f"the IterableDataset has raised {brief(error)}: what follows is left out of this epoch, too"
+                warnings.warn(text, stacklevel=5)
+        if not share.indices or share.data is NOTHING:
             return None if attempt.failed else VOID
-        return Batch(chunk.number, kept if self._payload.collates else indices[0], share.data)
+        return Batch(chunk.number, list(share.indices) if self._payload.collates else share.indices[0], share.data)
 
-    def _note_failures(self, chunk: Chunk, attempt: Attempt, indices: list[Any], count: int) -> list[Any]:
-        """Note what an attempt has left out, and return the indices of the rest.
-
-        Args:
-            chunk: The chunk.
-            attempt: Which try it is.
-            indices: Its indices.
-            count: How many of them "all" are.
-        """
+    def _note_failures(self, chunk: Chunk, attempt: Attempt, indices: list[Any]) -> list[Any]:
+        """Note what an attempt has left out, and return the indices of the rest."""
         self.left_out = []
         if not attempt.failed:
             return indices
         errors: dict[int, Exception] = {}
         for positions, located in attempt.failed:
             error = _raisable(located)
-            for position in range(count) if positions is None else positions:
+            for position in range(len(indices)) if positions is None else positions:
                 errors.setdefault(position, error)
         self.trace.failures += [
             Failure(indices[position], chunk.number, errors[position], attempt.attempt) for position in sorted(errors)

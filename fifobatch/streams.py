@@ -9,9 +9,10 @@ Pure counting in the parent process, in the thread that iterates; `lane` is what
     ...                                     in the order of the numbers (torch's round robin)
 """
 
+from fifobatch.attempt import brief
 from fifobatch.plan import Chunk, chunk_seed
 
-__all__ = ["REPEATS", "SPLITS", "Lanes"]
+__all__ = ["SPLITS", "Lanes"]
 
 SPLITS = ("auto", "none", "stride", "parent")  # see `FifoLoader`
 
@@ -19,6 +20,11 @@ REPEATS = (
     "every worker reads the whole IterableDataset, as it has not looked at torch.utils.data.get_worker_info(): its "
     "samples come once a worker. Let its __iter__ yield a share of them; or give split='stride' (each worker keeps a "
     "share of what it reads), split='parent' (this process reads), or split='none' if that is what you want"
+)
+
+SPLITS_TWICE = (
+    "the IterableDataset looks at torch.utils.data.get_worker_info(), so it seems to yield a share to each worker, of "
+    "which split='stride' keeps a share again: then samples are lost. Leave split= out"
 )
 
 
@@ -31,9 +37,13 @@ class Lanes:
         in_order: Whether batches have to be asked for in the order of their numbers.
         seed: The epoch's base seed.
         epoch: The epoch's number.
+        split: Who reads what; see `FifoLoader`.
+
+    Attributes:
+        warnings: What there is to warn of, and has not been.
     """
 
-    def __init__(self, count: int, per_lane: int, in_order: bool, seed: int, epoch: int) -> None:
+    def __init__(self, count: int, per_lane: int, in_order: bool, seed: int, epoch: int, split: str = "auto") -> None:
         self.count = count
         self._per_lane = per_lane
         self._in_order = in_order
@@ -42,7 +52,10 @@ class Lanes:
         self._asked = [0] * count
         self._waiting = [0] * count
         self._live = set(range(count))
-        self._unsplit: set[int] = set()
+        self._split = split
+        self._looked: set[int] = set()
+        self._unlooked: set[int] = set()
+        self.warnings: list[str] = []
 
     def take(self) -> Chunk | None:
         """Return the next batch to ask for; None if there is none now."""
@@ -60,22 +73,30 @@ class Lanes:
     def _next_number(self, lane: int) -> int:
         return self._asked[lane] * self.count + lane
 
-    @property
-    def repeats(self) -> bool:
-        """Whether several lanes seem to read the same: the dataset has not looked at its worker info in any of them."""
-        return len(self._unsplit) > 1
-
-    def landed(self, number: int, is_last: bool, is_split: bool) -> None:
+    def landed(self, number: int, is_last: bool, has_looked: bool | None) -> None:
         """Note that a request was answered.
 
         Args:
             number: The batch's.
             is_last: Whether its lane is over.
-            is_split: Whether the dataset has looked at its worker info there.
+            has_looked: Whether the dataset has looked at its worker info there; None if nobody knows.
         """
         lane = number % self.count
         self._waiting[lane] -= 1
         if is_last:
             self._live.discard(lane)
-        if not is_split:
-            self._unsplit.add(lane)
+        lanes = self._looked if has_looked else self._unlooked
+        if has_looked is None or lane in lanes:
+            return
+        lanes.add(lane)
+        if self._split == "auto" and len(self._unlooked) == 2 and not has_looked:
+            self.warnings.append(REPEATS)
+        if self._split == "stride" and self.count > 1 and len(self._looked) == 1 and has_looked:
+            self.warnings.append(SPLITS_TWICE)
+
+    def cut(self, number: int, error: Exception) -> None:
+        """Note that a lane is over before its end, as the stream has raised an error there, which is left out."""
+        self.warnings.append(
+            f"the IterableDataset has raised {brief(error)} in worker {number % self.count} of {self.count}: what that "
+            "worker had still to read is left out of this epoch, too"
+        )

@@ -35,7 +35,7 @@ from fifobatch.arena import Arena, Room
 from fifobatch.attempt import PACKING, SETTING_UP, Again, Attempt, Later, Located, brief
 from fifobatch.board import Board, Record
 from fifobatch.fetch import ABANDONED, NOTHING, Payload, fetch, seed_all
-from fifobatch.lane import Lane, WatchedInfo
+from fifobatch.lane import Lane, Share, WatchedInfo
 from fifobatch.pickling import Pickled, Report, dumps, loads_sent, report
 from fifobatch.plan import chunk_seed
 from fifobatch.serve import leave_to_parent
@@ -64,6 +64,7 @@ class _Worker:
         self.payloads: dict[int, Payload] = {}
         self.context: int | None = None
         self.lanes: dict[int, Lane] = {}  # by stream
+        self.over = 0  # the stream whose lane could not be set up here
         self.looked: set[int] = set()  # the payloads whose code has looked at a lane's worker info
         self.info: tuple[int, WatchedInfo] | None = None  # what it looks at now, and the payload's token
 
@@ -88,9 +89,7 @@ class _Worker:
         if task.stream not in self.lanes:
             number = task.number % plan.num_workers
 
-            def seed(batch: int) -> None:
-                seed_all(chunk_seed(task.base_seed, task.epoch, batch * plan.num_workers + number))
-
+            seed = partial(chunk_seed, task.base_seed, task.epoch)
             self.lanes[task.stream] = Lane(plan, number, seed, partial(self._has_looked, task.payload_token))
         return self.lanes[task.stream]
 
@@ -243,12 +242,20 @@ def load(data: bytes) -> Answer:
 
     def failed(error: BaseException) -> Answer:
         _end_if_forked(worker, error)
+        if plan is None and task.stream:  # without its dataset the lane is over
+            if worker.over == task.stream:
+                return answer("share", dumps((Share(None, range(0), True, True), [])))
+            worker.over = task.stream
         where = f"packing the batch of chunk {task.number} (indices {brief(indices)})"
         told = located_report(error, f"preparing chunk {task.number}" if kind is None else where)
+        if plan is None and task.stream:
+            lost = f"It was to read a lane of the stream from batch {task.number} on; this lane is over."
+            told = told._replace(note=f"{told.note}\n{lost}")
+        what = "last error" if plan is None and task.stream else "error"
         try:
-            return answer("error", dumps(told))
+            return answer(what, dumps(told))
         except OSError:  # no memory even for that: what goes through the pipe has to do
-            return answer("error", dumps(told._replace(pickled=None, text=told.text[:400], note=told.note[:400])))
+            return answer(what, dumps(told._replace(pickled=None, text=told.text[:400], note=told.note[:400])))
 
     kind = plan = indices = None
     try:
@@ -298,7 +305,7 @@ def _load_share(worker: _Worker, task: Task, plan: Payload, attempt: Attempt, ro
     """As `_load_chunk`, of a stream."""
     lane = worker.lane(plan, task)
     try:
-        share = lane.load(task.number // plan.num_workers, attempt, room)
+        share = lane.load(task.number // plan.num_workers, attempt, room, task.delivered)
     except Located as error:
         _end_if_forked(worker, error)
         return "last error" if lane.is_over else "error", dumps(located_report(error, ""))

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import await_supervisors, supervisors
@@ -442,6 +443,75 @@ def test_stride_keeps_every_nth_sample() -> None:
     assert flat(FifoLoader(Blind(range, 11), num_workers=0, split="stride")) == list(range(11))
 
 
+def shuffled(length: int) -> Iterator[int]:
+    items = list(range(length))
+    random.shuffle(items)
+    for item in items:
+        if random.random() < 0.5:  # draws while it reads, and others draw in between
+            yield item
+
+
+def test_with_a_stride_all_lanes_read_the_same_also_if_it_is_random() -> None:
+    def draws(samples: list[int]) -> list[int]:
+        random.random(), torch.rand(1)
+        return samples
+
+    found = {}
+    for num_workers in (1, 2, 3):
+        loader = FifoLoader(
+            Blind(shuffled, 20),
+            num_workers=num_workers,
+            split="stride",
+            collate_fn=draws,
+            batch_size=2,
+            generator=torch.Generator().manual_seed(5),
+        )
+        batches = list(loader.batches())
+        items = {index: item for batch in batches for index, item in zip(batch.indices, batch.data)}
+        found[num_workers] = [items[index] for index in range(len(items))]
+        assert len(set(found[num_workers])) == len(found[num_workers])
+    assert found[1] == found[2] == found[3]
+    assert 2 < len(found[1]) < 20
+
+
+def test_a_stride_over_a_stream_that_splits_itself_is_told_once() -> None:
+    loader = FifoLoader(Stream(of_lengths, 4, 4), num_workers=2, split="stride", persistent_workers=True)
+    with pytest.warns(UserWarning, match="split='stride' keeps a share again") as caught:
+        assert sorted(map(int, loader)) == [0, 2, 101, 103]
+    assert [warning.filename for warning in caught] == [__file__]
+    loader = FifoLoader(Blind(range, 4), num_workers=2, split="stride")
+    assert sorted(map(int, loader)) == [0, 1, 2, 3]  # without a warning
+
+
+def test_errors_under_a_stride_name_the_item_of_the_stream() -> None:
+    for item in (2, 3):  # for one lane its own, for the other not
+        dataset = Blind(failing, 0, 2, 6, (0, item))
+        loader = FifoLoader(dataset, num_workers=2, split="stride", on_error="skip")
+        with pytest.warns(UserWarning, match=f"cannot read {item}"):
+            list(loader)
+        assert {failure.index for failure in loader.failures} == {item}
+        _, errors = drain(iter(FifoLoader(dataset, num_workers=2, split="stride")))
+        assert all(f"item {item} of the stream, read by lane" in "".join(error.__notes__) for error in errors)
+        assert len(errors) == 2
+
+
+def test_data_pipes_are_sharded_and_shuffled_as_torch_does() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.utils.data.datapipes.iter import IterableWrapper
+
+        pipe = IterableWrapper(list(range(20))).shuffle().sharding_filter()
+    for options in ({}, {"split": "stride"}, {"split": "none"}, {"num_workers": 0}, {"persistent_workers": True}):
+        options = {"num_workers": 2, "batch_size": 4, **options}
+        loader = FifoLoader(pipe, **options, in_order=True, generator=torch.Generator().manual_seed(2))
+        epochs = [[item for batch in loader for item in batch.tolist()] for _ in range(2)]
+        assert [sorted(epoch) for epoch in epochs] == 2 * [list(range(20))], options
+        assert epochs[0] != epochs[1]
+    unsharded = IterableWrapper([1, 2]).filter(int.__bool__)  # without a length
+    with pytest.warns(UserWarning, match="every worker reads the whole"):
+        assert flat(FifoLoader(unsharded, num_workers=2)) == [1, 1, 2, 2]
+
+
 def test_the_parent_reads_and_workers_collate() -> None:
     def where(samples: list[int]) -> tuple[int, list[int]]:
         return os.getpid(), samples
@@ -639,14 +709,18 @@ def test_samples_that_fail_are_left_out(num_workers: int) -> None:
         loader = FifoLoader(
             Stream(failing, 6, (0, 3)), batch_size=2, num_workers=num_workers, on_error="skip", drop_last=drop_last
         )
-        with pytest.warns(UserWarning, match="left out of this epoch: 1 sample"):
+        with pytest.warns(UserWarning, match="left out of this epoch") as caught:
             batches = sorted(batch.tolist() for batch in loader)
+        told, counted = (str(warning.message) for warning in caught)
+        assert "has raised OSError('cannot read 3')" in told and "left out of this epoch, too" in told
+        assert counted.startswith("left out of this epoch: 1 sample")
+        assert {warning.filename for warning in caught} == {__file__}
         assert batches == [[0, 1], *([] if drop_last else [[2]]), *other]
         (failure,) = loader.failures
         assert (failure.index, type(failure.error)) == (3, OSError)
         assert balances(loader.statistics())
     loader = FifoLoader(Stream(failing_at_once, 6), batch_size=2, num_workers=num_workers, on_error="skip")
-    with pytest.warns(UserWarning, match="left out of this epoch: 1 sample"):
+    with pytest.warns(UserWarning, match=r"left out of this epoch(: 1 sample|, too)"):
         assert sorted(batch.tolist() for batch in loader) == other
     assert [(failure.index, failure.chunk) for failure in loader.failures] == [(0, 0)]
     loader = FifoLoader(
@@ -668,17 +742,19 @@ def test_an_exception_where_the_parent_reads_comes_after_what_was_read_before() 
     assert [str(error) for error in errors] == ["cannot read 5"]
 
 
-def test_worker_init_fn_that_fails_is_told_of_each_lane() -> None:
+def test_worker_init_fn_that_fails_is_the_end_of_its_lane() -> None:
     def fails(worker: int) -> None:
         if worker == 0:
             raise RuntimeError("no licence")
 
-    loader = FifoLoader(Stream(of_lengths, 2, 2), num_workers=2, worker_init_fn=fails)
-    iterator = iter(loader)
-    with pytest.raises(RuntimeError, match="no licence"):
-        for _ in range(3):
-            next(iterator)
-    iterator.close()
+    for options in ({}, {"in_order": True}, {"on_error": "skip"}, {"retries": 2}):
+        loader = FifoLoader(Stream(of_lengths, 2, 2), num_workers=2, worker_init_fn=fails, prefetch_factor=3, **options)
+        batches, errors = drain(iter(loader))
+        assert sorted(map(int, batches)) == [100, 101]
+        (error,) = errors
+        assert str(error) == "no licence"
+        assert "worker_init_fn(0)" in "".join(error.__notes__)
+        assert "lane of the stream from batch 0 on; this lane is over" in "".join(error.__notes__)
 
 
 def test_statistics_balance_at_every_moment() -> None:
@@ -794,9 +870,11 @@ def test_lanes_are_asked_in_turn_and_seeds_do_not_repeat() -> None:
 
 def test_lanes_repeat_when_two_of_them_were_not_split() -> None:
     lanes = Lanes(3, 1, False, 0, 0)
-    for lane, (is_split, repeats) in enumerate([(False, False), (True, False), (False, True)]):
-        lanes.landed(lane, False, is_split)
-        assert lanes.repeats == repeats
+    for lane, (has_looked, told) in enumerate([(False, 0), (True, 0), (False, 1)]):
+        lanes.landed(lane, False, has_looked)
+        assert len(lanes.warnings) == told
+    lanes.landed(1, False, False)
+    assert len(lanes.warnings) == 1
 
 
 def test_what_was_voided_is_no_longer_under_way() -> None:
@@ -838,25 +916,34 @@ def a_lane(source: Any, seeds: list[int] | None = None, policy: Policy = Policy(
     payload = Payload(source, list, stream.batch_size is not None, None, 2, policy, stream)
     if stream.batch_size is None:
         payload = payload._replace(collate_fn=lambda sample: sample)
-    return Lane(payload, 1, (seeds if seeds is not None else []).append)
+
+    def seed(number: int) -> int:
+        if seeds is not None:
+            seeds.append(number)
+        return number
+
+    return Lane(payload, 1, seed)
 
 
-def load(lane: Lane, batch: int, attempt: int = 1, policy: Policy = Policy()) -> Any:
-    return lane.load(batch, Attempt(batch * 2 + 1, policy, attempt))
+def load(lane: Lane, batch: int, attempt: int = 1, policy: Policy = Policy(), delivered: int = 0) -> Any:
+    return lane.load(batch, Attempt(batch * 2 + 1, policy, attempt), None, delivered)
+
+
+NOTHING_MORE = (None, range(0), True)
 
 
 def test_a_lane_reads_on_and_seeds_each_batch() -> None:
     source, seeds = Closable([*"abcde"]), []
     lane = a_lane(source, seeds)
     assert [load(lane, batch)[:3] for batch in range(5)] == [
-        (["a", "b"], 2, False),
-        (["c", "d"], 2, False),
-        (["e"], 1, True),
-        (None, 0, True),
-        (None, 0, True),
+        (["a", "b"], range(2), False),
+        (["c", "d"], range(2, 4), False),
+        (["e"], range(4, 5), True),
+        NOTHING_MORE,
+        NOTHING_MORE,
     ]
     assert lane.is_over
-    assert seeds == [0, 1, 2]
+    assert seeds == [1, 3, 5]  # the numbers of lane 1 of 2
     assert (source.iterations, source.closed) == (1, 1)
 
 
@@ -864,23 +951,27 @@ def test_a_lane_that_is_asked_for_a_later_or_an_earlier_batch_skips() -> None:
     source, seeds = Closable([*"abcdef"]), []
     lane = a_lane(source, seeds)
     assert load(lane, 2).data == ["e", "f"]
-    assert seeds == [0, 1, 2]
+    assert seeds == [1, 3, 5]
     assert load(lane, 1).data == ["c", "d"]  # it starts again
     assert source.iterations == source.closed + 1 == 2
-    assert load(lane, 7)[:3] == (None, 0, True)
+    assert load(lane, 7)[:3] == NOTHING_MORE
     assert source.closed == 2
 
 
 def test_a_lane_leaves_out_a_last_batch_that_is_not_full() -> None:
     lane = a_lane(Closable([*"abc"]), drop_last=True)
-    assert [load(lane, batch)[:3] for batch in range(2)] == [(["a", "b"], 2, False), (None, 0, True)]
+    assert [load(lane, batch)[:3] for batch in range(2)] == [(["a", "b"], range(2), False), NOTHING_MORE]
 
 
 def test_a_lane_of_single_samples_and_one_that_strides() -> None:
     lane = a_lane(Closable([*"ab"]), batch_size=None)
-    assert [load(lane, batch)[:2] for batch in range(3)] == [("a", 1), ("b", 1), (None, 0)]
-    lane = a_lane(Closable([*"abcdefg"]), stride=True)
-    assert [load(lane, batch)[:2] for batch in range(3)] == [(["b", "d"], 2), (["f"], 1), (None, 0)]
+    assert [load(lane, batch)[:2] for batch in range(3)] == [("a", range(1)), ("b", range(1, 2)), NOTHING_MORE[:2]]
+    seeds: list[int] = []
+    lane = a_lane(Closable([*"abcdefg"]), seeds, stride=True)
+    shares = [load(lane, batch)[:2] for batch in range(3)]
+    assert shares == [(["b", "d"], range(1, 5, 2)), (["f"], range(5, 7, 2)), NOTHING_MORE[:2]]
+    assert [*shares[0][1], *shares[1][1]] == [1, 3, 5]
+    assert seeds == [0, 0, 1, 2, 3, 4, 5, 6, 7]  # of the stream's items, and first for iter()
 
 
 def test_a_lane_is_closed_once() -> None:
@@ -918,6 +1009,73 @@ def test_a_lane_that_is_to_be_tried_again_sends_back_what_follows_once() -> None
     assert load(lane, 2, policy=policy).data == ["e", "f"]  # the other has not come: nothing goes round for ever
 
 
+def test_a_lane_keeps_the_samples_that_collate_fn_has_failed_on() -> None:
+    policy = Policy(retries=2)
+    source, fails, drawn = Closable([*"abcd"]), [2, 1], []
+
+    def collate(samples: list[str]) -> str:
+        drawn.append((random.random(), torch.rand(1).item(), np.random.rand()))
+        text = "".join(samples)
+        if fails and text == "ab":
+            samples.clear()
+            raise OSError(fails.pop())
+        return text
+
+    lane = a_lane(source, policy=policy)
+    lane._plan = lane._plan._replace(collate_fn=collate)
+    with pytest.raises(Again):
+        load(lane, 0, policy=policy)
+    assert load(lane, 1, policy=policy)[:3] == ("cd", range(2, 4), False)  # it need not wait for the other
+    with pytest.raises(Again):
+        load(lane, 0, 2, policy)
+    assert load(lane, 0, 3, policy)[:3] == ("ab", range(2), False)
+    assert load(lane, 2, policy=policy)[:3] == NOTHING_MORE
+    assert source.iterations == 1
+    assert drawn[0] == drawn[2] == drawn[3] != drawn[1]
+
+
+def test_a_stream_that_cannot_be_started_again_is_the_error_that_it_was() -> None:
+    policy = Policy(retries=1)
+    for first in (0, 1):
+        source = Closable([*"abcdef"])
+        source.errors = {2 * first + 1: OSError("broken")}
+        lane = a_lane(Stored(iter(source)), policy=policy)
+        if first:
+            load(lane, 0, policy=policy)
+        with pytest.raises(Again):
+            load(lane, first, policy=policy)
+        with pytest.raises(Located, match="this lane is over: started again, it has ended before item 0") as caught:
+            load(lane, first, 2, policy)
+        assert str(caught.value.error) == "broken"
+        assert f"item {2 * first + 1} of lane 1 of 2" in str(caught.value)
+        assert lane.is_over
+
+
+@pytest.mark.parametrize(
+    ("drop_last", "length", "is_error"),
+    [(False, 3, True), (True, 4, True), (True, 5, True), (False, 5, False), (True, 6, False)],
+)
+def test_a_stream_that_has_become_shorter_has_lost_something(drop_last: bool, length: int, is_error: bool) -> None:
+    lane = a_lane(Closable([*"abcdef"][:length]), drop_last=drop_last)
+    if is_error:
+        with pytest.raises(Located) as caught:
+            load(lane, 3, delivered=3)
+        assert f"has ended after {length} items, though 3 batches of 2 had come" in str(caught.value.error)
+        assert lane.is_over
+    else:
+        assert load(lane, 3, delivered=3)[:3] == NOTHING_MORE
+
+
+class Stored:
+    """A stream over an iterator that it has."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iterator
+
+
 def test_a_lane_is_over_after_an_error_of_the_stream_but_not_of_collate_fn() -> None:
     source = Closable([*"abcdef"])
     source.errors = {3: OSError("broken")}
@@ -926,14 +1084,14 @@ def test_a_lane_is_over_after_an_error_of_the_stream_but_not_of_collate_fn() -> 
     with pytest.raises(Located, match="item 3 of lane 1 of 2, batch 3; this lane is over"):
         load(lane, 1)
     assert lane.is_over
-    assert load(lane, 2)[:3] == (None, 0, True)
+    assert load(lane, 2)[:3] == NOTHING_MORE
 
     lane = a_lane(Closable([1, 2, 3, 4]))
     lane._plan = lane._plan._replace(collate_fn=lambda samples: samples if 2 in samples else 1 / 0)
     load(lane, 0)
     with pytest.raises(Located, match=r"collate_fn, batch 3 \(items 2 to 3 of lane 1 of 2\)"):
         load(lane, 1)
-    assert load(lane, 2)[:3] == (None, 0, True)
+    assert load(lane, 2)[:3] == NOTHING_MORE
 
 
 # -- without workers --------------------------------------------------------------------------------------------------
