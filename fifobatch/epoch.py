@@ -51,6 +51,7 @@ class LoaderIterator(Iterator[Any]):
         self._most = most
         self._had_batches = had_batches
         self._yielded = 0
+        self._kept: list[Any] = []  # a batch that is still to be yielded
         self._warned = False
         self.quiet = False
 
@@ -70,17 +71,21 @@ class LoaderIterator(Iterator[Any]):
             StopIteration: Every batch was yielded.
         """
         try:
+            if self._kept:
+                return self._kept.pop()
             batch = next(self._batches)
             if self._progress is not None:
                 self._progress.update(self._batches.under_way, self._batches.trace.seconds_waited)
             self._yielded += 1
             if self._most is not None and self._yielded > self._most:
                 self._most = None
+                self._kept.append(batch)  # the warning may be an error: then the batch still comes
                 warnings.warn(
                     f"the IterableDataset's __len__ says that there are {self._length} batches, but there are more. "
                     "All of them come; mend __len__, or let each worker yield a share of the samples",
                     stacklevel=2,
                 )
+                self._kept.clear()
             return batch
         except StopIteration:
             if self._progress is not None:

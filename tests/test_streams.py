@@ -320,6 +320,11 @@ def test_the_length_is_the_datasets_and_a_wrong_one_is_told_once_an_epoch() -> N
                 assert flat(loader) == list(range(9))
             assert len(caught) == 1
             assert caught[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            batches, errors = drain(iter(loader))
+        assert sorted(item for batch in batches for item in batch.tolist()) == list(range(9))
+        assert [type(error) for error in errors] == [UserWarning]
     with pytest.raises(TypeError):
         len(FifoLoader(Stream(of_lengths, 1)))
     with pytest.raises(TypeError):
