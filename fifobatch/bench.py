@@ -26,7 +26,18 @@ import torch
 
 from fifobatch import __version__
 from fifobatch.arguments import PROGRAM
-from fifobatch.contenders import FIFOBATCH, IDEAL, ORDERS, PEERS, STARTS, Measured, installed_peers, rotated
+from fifobatch.contenders import (
+    FIFOBATCH,
+    IDEAL,
+    ORDERS,
+    PEERS,
+    STARTS,
+    TWO_LOADERS,
+    Measured,
+    installed_peers,
+    rotated,
+)
+from fifobatch.overlap import PAIRED
 from fifobatch.pool import cpu_count
 from fifobatch.warm import WARM
 from fifobatch.workloads import FRESH
@@ -34,7 +45,7 @@ from fifobatch.workloads import FRESH
 __all__ = ["DATASET_OPTIONS", "WORKLOADS", "Figure", "describe_workloads", "format_table", "run"]
 
 DATASET_OPTIONS = ["batch_size", "num_workers", "shuffle", "collate_fn"]  # those of --dataset
-WORKLOADS = [*WARM, *FRESH]
+WORKLOADS = [*WARM, *PAIRED, *FRESH]
 WITH_IDEAL = {"cold"}  # which has a figure of its own for the ideal
 ALONE = {"recovery"}  # what torch has nothing like
 ONCE = {"package", "memory", "bounded", "in_memory"}  # they take long and hardly vary
@@ -114,7 +125,7 @@ class Figure:
     def to_torch(self) -> float | None:
         """How many times better we are than the best of torch; below 1, worse."""
         medians = self.medians
-        theirs = [value for contender, value in medians.items() if contender in [*ORDERS, *STARTS]]
+        theirs = [value for contender, value in medians.items() if contender in [*ORDERS, *STARTS, *TWO_LOADERS]]
         if FIFOBATCH not in medians or not theirs:
             return None
         few = not self.unit.endswith("/s")
@@ -136,7 +147,7 @@ class Figure:
 
 def describe_workloads() -> str:
     """Return a line for each workload: what its docstring says first."""
-    functions: dict[str, Callable[..., Any]] = {**WARM, **FRESH}
+    functions: dict[str, Callable[..., Any]] = {**WARM, **PAIRED, **FRESH}
     first_lines = {name: (function.__doc__ or "").partition("\n")[0] for name, function in functions.items()}
     return "\n".join(f"  {name:10}{line}" for name, line in first_lines.items())
 
@@ -190,13 +201,14 @@ def _exit(signum: int, _frame: object) -> None:
 
 
 def _plan(args: argparse.Namespace) -> Iterator[_Request]:
-    """Yield what to ask for: of a warm workload all at once, of a fresh one each contender in each round."""
+    """Yield what to ask for: of a warm workload, or of pairs, all at once, of a fresh one each contender a round."""
     options, names = {}, [name for name in WORKLOADS if not args.only or name in args.only]
     if args.dataset:
         options, names = {name: getattr(args, name) for name in DATASET_OPTIONS} | {"name": args.dataset}, ["own"]
     for name in names:
-        if name in WARM:
-            contenders = [FIFOBATCH, *ORDERS, *(installed_peers() if args.peers else [])]
+        if name in WARM or name in PAIRED:
+            others = TWO_LOADERS if name in PAIRED else [*ORDERS, *(installed_peers() if args.peers else [])]
+            contenders = [FIFOBATCH, *others]
             yield _Request(name, contenders, 2 if args.quick else 5, args.quick, options)
             continue
         theirs = ORDERS if args.dataset else [] if name in ALONE else STARTS
@@ -234,7 +246,7 @@ def _ask(request: _Request) -> list[Measured]:
                 with suppress(ProcessLookupError):
                     killpg(child.pid, signal.SIGKILL)
             raise
-    where = request.title if request.workload in WARM else f"{request.title}, {request.contenders[0]}"
+    where = request.title if len(request.contenders) > 1 else f"{request.title}, {request.contenders[0]}"
     try:
         reply = json.loads(answer)
     except ValueError:
@@ -267,12 +279,14 @@ def _row(figure: Figure) -> dict[str, Any]:
 
 
 def format_table(figures: Sequence[Figure]) -> str:
-    """Return the figures as text, indented as a code block: loading, start and memory, and other libraries."""
+    """Return the figures as text, indented as a code block: loading, pairs, start and memory, and other libraries."""
     loading = [figure for figure in figures if figure.values.keys() & {*ORDERS}]
-    starting = [figure for figure in figures if figure not in loading]
+    paired = [figure for figure in figures if figure.values.keys() & {*TWO_LOADERS}]
+    starting = [figure for figure in figures if figure not in [*loading, *paired]]
     others = [figure for figure in loading if figure.values.keys() & {*PEERS}]
     blocks = [
         _block("loading", ORDERS, loading, against_torch=True),
+        _block("pairs", TWO_LOADERS, paired, against_torch=True),
         _block("start and memory", STARTS, starting, against_torch=True),
         _block("other libraries", [peer for peer in PEERS if any(peer in figure.values for figure in others)], others),
     ]

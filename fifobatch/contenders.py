@@ -7,6 +7,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from fifobatch import FifoLoader
+from fifobatch import FifoLoader, PairedLoader
 
 __all__ = [
     "FIFOBATCH",
@@ -24,11 +25,13 @@ __all__ = [
     "ORDERS",
     "PEERS",
     "STARTS",
+    "TWO_LOADERS",
     "WORKERS",
     "Epoch",
     "Measured",
     "installed_peers",
     "make_loader",
+    "make_pairs",
     "measure_epochs",
     "rotated",
 ]
@@ -40,6 +43,7 @@ WORKERS = 8  # unless a workload says otherwise
 FIFOBATCH = "fifobatch"
 ORDERS = ["torch in_order=True", "torch in_order=False"]
 STARTS = [f"torch {method}" for method in ("fork", "spawn") if method in multiprocessing.get_all_start_methods()]
+TWO_LOADERS = ["torch by hand", "torch zip"]  # what torch has for pairs
 PEERS = ["joblib", "torchdata", "spdl"]
 IDEAL = "ideal"  # measured as if it were a contender
 
@@ -107,6 +111,48 @@ class _Joblib:
         parallel = joblib.Parallel(n_jobs=self._num_workers, return_as="generator_unordered")
         batches: Iterator[Any] = parallel(joblib.delayed(self._load)(chunk) for chunk in self._chunks)
         return batches
+
+
+def make_pairs(contender: str, inputs: Any, targets: Any, *, batch_size: int, num_workers: int) -> Iterable[Any]:
+    """Return what yields each input batch with its target batch or a future of it, an epoch at each ``iter()``.
+
+    Workers stay from one epoch to the next.
+
+    Args:
+        contender: `FIFOBATCH`, or one of `TWO_LOADERS`.
+        inputs: The samples of the inputs.
+        targets: Those of the targets.
+        batch_size: Samples a batch.
+        num_workers: Worker processes in all, an even number: of torch's two loaders, each has half of them.
+    """
+    if contender == FIFOBATCH:
+        return PairedLoader(inputs, targets, batch_size=batch_size, num_workers=num_workers, persistent_workers=True)
+    loaders = [
+        DataLoader(dataset, batch_size=batch_size, num_workers=num_workers // 2, persistent_workers=True)
+        for dataset in (inputs, targets)
+    ]
+    return (_ByHand if contender == "torch by hand" else _Zip)(*loaders)
+
+
+class _Zip:
+    """Both batches of a pair, when both are there."""
+
+    def __init__(self, inputs: Iterable[Any], targets: Iterable[Any]) -> None:
+        self._inputs = inputs
+        self._targets = targets
+
+    def __iter__(self) -> Iterator[Any]:
+        return zip(self._inputs, self._targets)
+
+
+class _ByHand(_Zip):
+    """The target batch is fetched in a thread, while the loop is busy with the input batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        targets = iter(self._targets)  # its workers begin now
+        with ThreadPoolExecutor(1) as thread:
+            for batch in self._inputs:
+                yield batch, thread.submit(next, targets)
 
 
 # -- measuring

@@ -5,7 +5,7 @@ module is imported by its name in all of them, so that torch's ``spawn`` finds t
 
 - A *warm* workload has one interpreter. Every contender's workers are started by an epoch that is not timed; then the
   contenders load one epoch after another, round 1: A B C, round 2: B C A, and so on. Time runs from ``iter()``. They
-  are in `warm`.
+  are in `warm`, and the one that loads pairs from two datasets in `overlap`.
 - A *fresh* workload has an interpreter for each contender and round, in the same rotation. Time runs from the
   construction of the loader, if the workload does not say otherwise. They are here.
 
@@ -44,6 +44,7 @@ from fifobatch.gauges import (
     shared_megabytes,
     tree_megabytes,
 )
+from fifobatch.overlap import PAIRED
 from fifobatch.warm import WARM, Slices
 
 __all__ = ["FRESH", "answer", "own"]
@@ -307,6 +308,8 @@ def _answer(
 ) -> list[Measured]:
     if workload in WARM:
         return measure_epochs(WARM[workload](quick), contenders, rounds)
+    if workload in PAIRED:
+        return PAIRED[workload](contenders, rounds, quick)
     (contender,) = contenders
     if workload in FRESH:
         return FRESH[workload](contender, 2 if quick else WORKERS, torch_seconds)

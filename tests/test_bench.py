@@ -6,14 +6,18 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fifobatch.__main__ import main
 from fifobatch.bench import CHILD, WORKLOADS, Figure, format_table
-from fifobatch.contenders import Epoch, measure_epochs, rotated
+from fifobatch.contenders import TWO_LOADERS, Epoch, make_pairs, measure_epochs, rotated
+from fifobatch.overlap import PAIRED, overlap, product
 from fifobatch.warm import LANE_SECONDS, WARM, lane_schedule, list_schedule
 from fifobatch.workloads import FRESH
 
@@ -124,6 +128,134 @@ def test_a_loader_that_loses_batches_is_no_contender(monkeypatch):
     assert raised.value.__notes__ == ["In tiny, with spdl."]
 
 
+class Clock:
+    """Stands for `time` where nothing takes any, but to sleep."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("fifobatch.overlap.time", clock)
+    monkeypatch.setattr("fifobatch.overlap.product", lambda seconds: lambda: clock.sleep(2 * seconds))
+    monkeypatch.setattr("torch.set_num_threads", lambda number: None)
+    return clock
+
+
+class Wait(Future):
+    def __init__(self, clock, seconds, batch):
+        super().__init__()
+        self.set_result(batch)
+        self.wait = lambda: clock.sleep(seconds)
+
+    def result(self, timeout=None):
+        self.wait()
+        return super().result(timeout)
+
+
+def test_what_an_epoch_takes_is_divided_by_the_longer_of_loading_and_computing(clock, monkeypatch):
+    made = []
+
+    def pairs(contender, inputs, targets, *, batch_size, num_workers):
+        made.append((contender, num_workers, len(inputs) // batch_size, len(targets) // batch_size))
+
+        class Pairs:
+            def __iter__(self):
+                for batch in torch.arange(len(inputs)).split(batch_size):
+                    if contender == "torch zip":
+                        clock.sleep(0.025)
+                        yield batch, batch
+                    else:
+                        yield batch, Wait(clock, 0.0125 if contender == "torch by hand" else 0, batch)
+
+        return Pairs()
+
+    monkeypatch.setattr("fifobatch.overlap.make_pairs", pairs)
+    contenders = ["fifobatch", "torch by hand", "torch zip"]
+    sleeping, computing = {}, {}
+    for figure, unit, contender, value in overlap(contenders, 2, True):
+        assert unit == "ideal's"
+        values = {"overlap: sleeping step": sleeping, "overlap: matrix product": computing}[figure]
+        values.setdefault(contender, []).append(value)
+    assert made == [(contender, 4, 20, 20) for contender in contenders]
+    ratios = {"fifobatch": [1, 1], "torch by hand": [1.5, 1.5], "torch zip": [2, 2], "ideal": [1]}
+    assert sleeping == {contender: pytest.approx(values) for contender, values in ratios.items()}
+    # Its steps of 50 ms are what takes longer, not loading.
+    ratios = {"fifobatch": [1, 1], "torch by hand": [1.25, 1.25], "torch zip": [1.5, 1.5], "ideal": [1]}
+    assert computing == {contender: pytest.approx(values) for contender, values in ratios.items()}
+
+
+@pytest.mark.parametrize("lost", [slice(1, None), slice(None, None, -1)])
+def test_pairs_that_are_lost_or_not_aligned_are_no_contender(clock, monkeypatch, lost):
+    def pairs(contender, inputs, targets, *, batch_size, num_workers):
+        batches = torch.arange(len(inputs)).split(batch_size)
+        return list(zip(batches, batches[lost]))
+
+    monkeypatch.setattr("fifobatch.overlap.make_pairs", pairs)
+    with pytest.raises(RuntimeError, match=r"the pairs of torch zip are not those of the datasets"):
+        overlap(["torch zip"], 1, True)
+
+
+def test_by_hand_the_target_is_fetched_in_a_thread(monkeypatch):
+    gate = threading.Event()
+
+    def targets():
+        gate.wait()
+        yield from [3, 4]
+
+    monkeypatch.setattr("fifobatch.contenders.DataLoader", lambda batches, **options: batches)
+    pairs = iter(make_pairs("torch by hand", [1, 2], targets(), batch_size=1, num_workers=2))
+    batch, target = next(pairs)
+    assert (batch, target.done()) == (1, False)
+    gate.set()
+    assert target.result() == 3
+    assert [(batch, target.result()) for batch, target in pairs] == [(2, 4)]
+
+
+@pytest.mark.parametrize(("contender", "each"), [("fifobatch", [4]), ("torch by hand", [2, 2]), ("torch zip", [2, 2])])
+def test_each_way_to_pairs_has_as_many_workers_in_all(contender, each):
+    pairs = make_pairs(contender, [1, 2], [3, 4], batch_size=1, num_workers=4)
+    loaders = [pairs] if contender == "fifobatch" else [pairs._inputs, pairs._targets]
+    assert [loader.num_workers for loader in loaders] == each
+    assert all(loader.persistent_workers for loader in loaders)
+
+
+def test_a_product_is_as_large_as_it_may_take_long(monkeypatch):
+    clock = Clock()
+    clock.thread_time = clock.perf_counter
+    monkeypatch.setattr("fifobatch.overlap.time", clock)
+    monkeypatch.setattr("torch.mm", lambda a, b: clock.sleep(1e-9 * len(a) * a.shape[1] * b.shape[1]))
+    step = product(0.008)
+    before = clock.now
+    step()
+    assert clock.now - before == pytest.approx(0.008, rel=0.01)
+
+
+def test_overlap_measures_torch_s_ways_and_ours(capfd, tmp_path):
+    assert main(["bench", "--only", "overlap", "--quick", "--json", "figures.json"]) == 0
+    out = capfd.readouterr().out
+    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    assert [figure["name"] for figure in figures] == ["overlap: sleeping step", "overlap: matrix product"]
+    for figure in figures:
+        rounds = figure["rounds"]
+        assert {name: len(values) for name, values in rounds.items()} == {
+            **dict.fromkeys(["fifobatch", *TWO_LOADERS], 2),
+            "ideal": 1,
+        }
+        assert figure["to_ideal"] == pytest.approx(figure["medians"]["fifobatch"])
+        theirs = min(figure["medians"][name] for name in TWO_LOADERS)
+        assert figure["to_torch"] == pytest.approx(theirs / figure["medians"]["fifobatch"])
+        assert f"    {figure['name']:23}  ideal's " in out
+
+
 def figure(unit, ours, theirs, ideal=None):
     values = {"fifobatch": ours, "torch in_order=True": theirs[:3], "torch in_order=False": theirs[3:]}
     return Figure("made up", unit, values | ({"ideal": [ideal]} if ideal else {}))
@@ -173,6 +305,11 @@ TABLE = """\
     made up  s               1.05      2.00      1.26   1.00     1.05  1.20x faster
     made up  batches/s      1,500     1,000      10.0      -        -  1.50x faster
 
+    pairs           fifobatch  torch  torch  ideal  ours to       ours to
+                                  by    zip           ideal    best torch
+                                hand
+    step   ideal's       1.04   1.25   1.10   1.00     1.04  1.06x faster
+
     start and memory     fifobatch  torch  torch  ideal  ours to       ours to
                                      fork  spawn           ideal    best torch
     first batch       s       2.00   0.10   16.0   1.60     1.25  20.0x slower
@@ -191,6 +328,7 @@ def test_the_table():
         rates,
         Figure("first batch", "s", starts),
         Figure("  import torch", "s", {"ideal": [2.0]}),
+        Figure("step", "ideal's", dict(zip(["fifobatch", *TWO_LOADERS, "ideal"], [[1.04], [1.25], [1.1], [1.0]]))),
     ]
     assert format_table(figures) == TABLE
 
@@ -209,7 +347,7 @@ def test_every_workload_says_what_it_asks_how_and_why(capsys, monkeypatch):
         main(["bench", "--help"])
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) < 80
-    for name, workload in {**WARM, **FRESH}.items():
+    for name, workload in {**WARM, **PAIRED, **FRESH}.items():
         first, empty, *more = workload.__doc__.splitlines()
         assert first.endswith("?") and not empty and len(more) > 1
         assert f"  {name:10}{first}" in out

@@ -64,6 +64,7 @@ ORDER = [
     "contenders",
     "gauges",
     "warm",
+    "overlap",
     "workloads",
     "bench",
     "__main__",
@@ -150,7 +151,7 @@ def test_nothing_sleeps():
         return getattr(node, "attr", None) == "sleep" or (isinstance(node, ast.alias) and node.name == "sleep")
 
     # The datasets of the demonstration and of the benchmark are slow on purpose.
-    slow = {"__main__", "warm", "workloads"}
+    slow = {"__main__", "overlap", "warm", "workloads"}
     assert [place for module in MODULES if module not in slow for place in places(module, sleeps)] == []
 
 
