@@ -17,7 +17,7 @@ from fifobatch.contenders import IDEAL, TWO_LOADERS, Measured, make_pairs, rotat
 
 __all__ = ["PAIRED", "overlap", "product"]
 
-STEP_SECONDS = 0.025  # of the model, and of a sample
+STEP_SECONDS = 0.04  # of the model, and of a sample
 NUM_WORKERS, BATCH_SIZE = 4, 2  # a pair is four samples, so all workers together load one in the time of a step
 
 
@@ -57,15 +57,15 @@ def overlap(contenders: Sequence[str], rounds: int, quick: bool) -> list[Measure
     """Pairs from two datasets: do targets load while the model computes?
 
     4 workers in all, of torch's two loaders 2 each; 100 pairs of batches, two samples in each half. A sample sleeps for
-    25 ms, so 4 workers load a pair in 25 ms, and that is what the model's step with it takes, too: nothing may wait for
+    40 ms, so 4 workers load a pair in 40 ms, and that is what the model's step with it takes, too: nothing may wait for
     long, and an epoch that first loads and then computes takes twice the time. The step sleeps, or is a matrix product
-    of the size that takes 25 ms here, in one thread, to leave the other cores to the workers. After it the loop needs
+    of the size that takes 40 ms here, in one thread, to leave the other cores to the workers. After it the loop needs
     the target. torch's contenders: *by hand*, in which a thread fetches the target during the step, and ``zip`` of both
     loaders.
 
-    The ideal is what the longer of loading and computing takes: 25 ms a pair, or as many steps without any loading,
+    The ideal is what the longer of loading and computing takes: 40 ms a pair, or as many steps without any loading,
     which take their turn in each round as if they were a contender. An epoch's seconds are divided by the ideal's of
-    its round. The first pair, which takes a worker 50 ms, is in them: it alone costs every contender 2 %.
+    its round. The first pair, which takes a worker 80 ms, is in them: it alone costs every contender 2 %.
     """
     torch.set_num_threads(1)
     pairs = 20 if quick else 100

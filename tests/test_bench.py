@@ -171,10 +171,10 @@ def test_what_an_epoch_takes_is_divided_by_the_longer_of_loading_and_computing(c
             def __iter__(self):
                 for batch in torch.arange(len(inputs)).split(batch_size):
                     if contender == "torch zip":
-                        clock.sleep(0.025)
+                        clock.sleep(0.04)
                         yield batch, batch
                     else:
-                        yield batch, Wait(clock, 0.0125 if contender == "torch by hand" else 0, batch)
+                        yield batch, Wait(clock, 0.02 if contender == "torch by hand" else 0, batch)
 
         return Pairs()
 
@@ -188,7 +188,7 @@ def test_what_an_epoch_takes_is_divided_by_the_longer_of_loading_and_computing(c
     assert made == [(contender, 4, 20, 20) for contender in contenders]
     ratios = {"fifobatch": [1, 1], "torch by hand": [1.5, 1.5], "torch zip": [2, 2], "ideal": [1]}
     assert sleeping == {contender: pytest.approx(values) for contender, values in ratios.items()}
-    # Its steps of 50 ms are what takes longer, not loading.
+    # Its steps of 80 ms are what takes longer, not loading.
     ratios = {"fifobatch": [1, 1], "torch by hand": [1.25, 1.25], "torch zip": [1.5, 1.5], "ideal": [1]}
     assert computing == {contender: pytest.approx(values) for contender, values in ratios.items()}
 
