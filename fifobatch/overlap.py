@@ -1,4 +1,4 @@
-"""The workload of pairs of ``python -m fifobatch bench``: does loading targets overlap with computing?
+"""The workload of pairs of ``python -m fifobatch bench``: how well loading targets overlaps with computing.
 
 Runs in a child interpreter that `bench` starts, in its main thread; the datasets run in the loaders' workers. It is
 warm, as those of `warm` are, but loads from two datasets, and its loop computes.
