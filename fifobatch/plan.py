@@ -194,18 +194,19 @@ class BatchPlan(Iterable[Chunk]):
         )
 
     def _read(self) -> Iterator[Chunk]:
+        size = self.batch_size or 1
         items = iter(self.dataset)
         try:
             for number in itertools.count():
-                seed = chunk_seed(self.seed, self.epoch, number)
-                read = list(itertools.islice(items, self.batch_size or 1))
-                first = number * (self.batch_size or 1)
-                if not read or (self.drop_last and len(read) < (self.batch_size or 1)):
+                read = list(itertools.islice(items, size))
+                if read and not (self.drop_last and len(read) < size):
+                    seed, first = chunk_seed(self.seed, self.epoch, number), number * size
+                    if self.collates:
+                        yield StreamChunk(number, list(range(first, first + len(read))), seed, read)
+                    else:
+                        yield StreamChunk(number, first, seed, read[0])
+                if len(read) < size:  # it has said that it is over; some streams begin again when they are asked again
                     return
-                if self.collates:
-                    yield StreamChunk(number, list(range(first, first + len(read))), seed, read)
-                else:
-                    yield StreamChunk(number, first, seed, read[0])
         finally:
             close = getattr(items, "close", None)
             if close is not None:

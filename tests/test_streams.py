@@ -47,7 +47,7 @@ from probes import (
     with_pids,
     without_a,
 )
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from fifobatch import (
     BatchExecutor,
@@ -530,6 +530,40 @@ def test_the_parent_reads_and_workers_collate() -> None:
     assert os.getpid() not in {batch.data[0] for batch in batches}
     ordered = FifoLoader(Blind(range, 11), batch_size=2, num_workers=2, split="parent", in_order=True, drop_last=True)
     assert [batch.tolist() for batch in ordered] == [[k, k + 1] for k in range(0, 10, 2)]
+
+
+class BeginningAgain(IterableDataset[int]):
+    """Its own iterator, which begins again when it is asked for more after its end."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.position == 6:
+            self.position = 0
+            raise StopIteration
+        self.position += 1
+        return self.position
+
+
+@pytest.mark.parametrize(("batch_size", "drop_last"), [(2, False), (4, False), (4, True), (7, False), (None, False)])
+def test_a_stream_that_is_over_is_not_asked_again(batch_size: int | None, drop_last: bool) -> None:
+    arguments: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
+    expected = [torch.as_tensor(batch).tolist() for batch in DataLoader(BeginningAgain(), **arguments)]
+    with ThreadPoolExecutor(2) as threads:
+        for where in (
+            {"num_workers": 0},
+            {"num_workers": 1},
+            {"num_workers": 1, "split": "parent"},
+            {"executor": threads},
+        ):
+            loader = FifoLoader(BeginningAgain(), **arguments, **where, in_order=True)
+            batches = itertools.islice(loader, len(expected) + 1)
+            assert [torch.as_tensor(batch).tolist() for batch in batches] == expected, where
+    chunks = itertools.islice(BatchPlan(BeginningAgain(), **arguments), len(expected) + 1)
+    assert [chunk.items for chunk in chunks] == expected
 
 
 def test_an_unknown_split_is_refused() -> None:
