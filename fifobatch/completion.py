@@ -111,6 +111,7 @@ class Completions(Iterator[Any]):
         executor: Kept alive as long as the iterator: when nobody refers to it, it ends.
         prepare: Done to each batch before it is delivered, in a thread of its own.
         stacklevel: Of what there is to warn of in a stream, from ``next()``.
+        failed: What reading the first chunk has raised; there are none then.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Completions(Iterator[Any]):
         executor: object,
         prepare: Callable[[Batch[Any]], Batch[Any]] | None = None,
         stacklevel: int = 1,
+        failed: Exception | None = None,
     ) -> None:
         self._stacklevel = stacklevel
         self._executor = executor
@@ -142,7 +144,7 @@ class Completions(Iterator[Any]):
             self._put = partial(prepare_first, preparer, prepare, self._put)
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._plan_error: Exception | None = None
+        self._plan_error = None if failed is None else failed.with_traceback(_outside(failed))
         self._closed = False
         self._end: Callable[[], object] = trace.end
         if loading is not None:

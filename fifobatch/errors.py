@@ -26,6 +26,7 @@ __all__ = [
     "SampleError",
     "WorkerDiedError",
     "noted",
+    "raisable",
 ]
 
 
@@ -70,3 +71,12 @@ def noted(error: Exception, note: str) -> Exception:
         in_its_place.add_note(note)
         return in_its_place
     return error
+
+
+def raisable(error: Exception, note: str) -> Exception:
+    """Return ``error`` with a note; or, if it would end a loop without a word, a `SampleError` in its place."""
+    if isinstance(error, (StopIteration, StopAsyncIteration)):
+        in_its_place = SampleError(f"{type(error).__name__}: {error}\n{note}")
+        in_its_place.__cause__ = error
+        return in_its_place
+    return noted(error, note)

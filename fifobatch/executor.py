@@ -180,7 +180,14 @@ class BatchExecutor:
             lanes = Lanes(count, per_lane, window.max_skew is not None, plan.seed, plan.epoch, split)
             return Completions(lanes, of_lanes, window, select, trace, self, prepare, stacklevel)
         chunks = iter(plan)
-        first = list(itertools.islice(chunks, 1))  # a plan without chunks pickles and starts nothing
+        first: list[Chunk] = []
+        failed: Exception | None = None
+        try:
+            first = list(itertools.islice(chunks, 1))  # a plan without chunks pickles and starts nothing
+        except Exception as error:
+            if not plan.is_stream:
+                raise
+            failed = error  # from next(), as with lanes
         loading: Loading | None = None
         if first:
             loading = run = self.start_run(
@@ -194,7 +201,7 @@ class BatchExecutor:
             )
             if pair is not None:
                 loading = pair(run)
-        return Completions(itertools.chain(first, chunks), loading, window, select, trace, self, prepare)
+        return Completions(itertools.chain(first, chunks), loading, window, select, trace, self, prepare, failed=failed)
 
     def new_trace(self) -> Trace:
         """Return the trace of one iteration, which counts for this executor, too."""

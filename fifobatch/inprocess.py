@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fifobatch.attempt import NO_POLICY, Again, Attempt, Located, Policy, brief
-from fifobatch.errors import ClosedError, SampleError, noted
+from fifobatch.errors import ClosedError, raisable
 from fifobatch.fetch import NOTHING, Payload, StreamOptions, fetch, seeds
 from fifobatch.lane import Lane
 from fifobatch.plan import Batch, BatchPlan, Chunk, Failure, chunk_seed
@@ -152,10 +152,6 @@ class InProcess(Iterator[Any]):
 
 
 def _raisable(located: Located) -> Any:
-    """Return what the user's code raised, with a note that says where; in another class if it would end a loop."""
-    error, where = located.error, f"In fifobatch, {located}."
-    if isinstance(error, (StopIteration, StopAsyncIteration)):  # would end the loop without a word
-        failure = SampleError(f"{type(error).__name__}: {error}\n{where}")
-        failure.__cause__ = error
-        return failure
-    return noted(error, where) if isinstance(error, Exception) else error
+    """Return what the user's code raised, with a note that says where."""
+    error = located.error
+    return raisable(error, f"In fifobatch, {located}.") if isinstance(error, Exception) else error

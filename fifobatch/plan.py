@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
-from fifobatch.errors import PlanError
+from fifobatch.errors import PlanError, raisable
 
 __all__ = ["Batch", "BatchPlan", "Chunk", "Failure", "Passing", "StreamChunk"]
 
@@ -195,10 +195,14 @@ class BatchPlan(Iterable[Chunk]):
 
     def _read(self) -> Iterator[Chunk]:
         size = self.batch_size or 1
-        items = iter(self.dataset)
+        try:
+            items = iter(self.dataset)
+        except Exception as error:
+            error = raisable(error, "In fifobatch, iter(dataset); the stream is over.")
+            raise error
         try:
             for number in itertools.count():
-                read = list(itertools.islice(items, size))
+                read = _read_batch(items, number, size)
                 if read and not (self.drop_last and len(read) < size):
                     seed, first = chunk_seed(self.seed, self.epoch, number), number * size
                     if self.collates:
@@ -229,6 +233,21 @@ class BatchPlan(Iterable[Chunk]):
             samples, size = len(self.dataset), self.batch_size or 1  # type: ignore[arg-type]  # likewise
             return samples // size if self.drop_last else -(-samples // size)
         return len(self.index_sampler)  # type: ignore[arg-type]  # TypeError where it has none, as torch's loader
+
+
+def _read_batch(items: Iterator[Any], number: int, size: int) -> list[Any]:
+    """Read batch ``number`` of a stream; fewer than ``size`` items if it ends."""
+    read: list[Any] = []
+    try:
+        while len(read) < size:
+            read.append(next(items))
+    except StopIteration:
+        pass
+    except Exception as error:
+        where = f"item {number * size + len(read)} of the stream, batch {number}; the stream is over"
+        error = raisable(error, f"In fifobatch, {where}.")
+        raise error
+    return read
 
 
 def _kept(indices: Any) -> Any:

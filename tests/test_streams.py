@@ -56,6 +56,7 @@ from fifobatch import (
     ClosedError,
     FifoLoader,
     PlanError,
+    SampleError,
     WorkerDiedError,
 )
 from fifobatch.attempt import Again, Attempt, Later, Located, Policy
@@ -779,6 +780,41 @@ def test_an_exception_where_the_parent_reads_comes_after_what_was_read_before() 
     batches, errors = drain(iter(loader))
     assert sorted(batch.tolist() for batch in batches) == [[0, 1], [2, 3]]
     assert [str(error) for error in errors] == ["cannot read 5"]
+    assert errors[0].__notes__ == ["In fifobatch, item 5 of the stream, batch 2; the stream is over."]
+
+
+@pytest.mark.parametrize(("error", "raised"), [(OSError, OSError), (StopIteration, SampleError)])
+def test_an_exception_in_iter_comes_from_next_whoever_reads(error: type[Exception], raised: type[Exception]) -> None:
+    def fails() -> Iterator[int]:
+        raise error
+
+    with ThreadPoolExecutor(1) as threads:
+        for where in (
+            {"num_workers": 0},
+            {"num_workers": 1},
+            {"num_workers": 1, "split": "parent"},
+            {"executor": threads},
+        ):
+            batches, errors = drain(iter(FifoLoader(Blind(fails), **where)))
+            assert batches == []
+            assert [type(each) for each in errors] == [raised], where
+            (told,) = errors
+            assert "iter(dataset)" in "".join([str(told), *getattr(told, "__notes__", [])])
+
+
+@pytest.mark.parametrize("split", ["auto", "parent"])
+def test_a_stream_that_raises_what_would_end_a_loop_in_silence(split: str) -> None:
+    class Silent(Range):
+        def __next__(self) -> int:
+            raise StopAsyncIteration
+
+        def __iter__(self) -> Iterator[int]:
+            return self
+
+    batches, errors = drain(iter(FifoLoader(Silent(3), num_workers=1, split=split)))
+    assert batches == []
+    assert [type(error) for error in errors] == [SampleError]
+    assert "item 0 of" in "".join([str(errors[0]), *getattr(errors[0], "__notes__", [])])
 
 
 def test_worker_init_fn_that_fails_is_the_end_of_its_lane() -> None:
