@@ -7,7 +7,7 @@ from concurrent.futures import BrokenExecutor
 from typing import Any
 
 from fifobatch.arena import Arena
-from fifobatch.attempt import brief
+from fifobatch.attempt import batch_named, named
 from fifobatch.errors import WorkerDiedError
 from fifobatch.flight import Flight
 from fifobatch.pickling import loads, rebuild, report
@@ -40,7 +40,7 @@ def opened(arena: Arena | None, flight: Flight, kind: str, body: Any) -> Batch[A
         failures = [(positions, rebuild(told)) for positions, told in failed]
         return flight.of_lane(data, failures) if kind == "share" else flight.without(failures, data)
     except BaseException as error:  # what unpickling the user's objects raises is this batch's error
-        where = f"In the parent, unpickling the batch of chunk {chunk.number} (indices {brief(chunk.indices)})."
+        where = f"In the parent, unpickling {batch_named(chunk.number, chunk.sent)}."
         failure = rebuild(report(error, where))
         skip = flight.run.policy.skip and not flight.run.lanes
         return flight.without([(None, failure)], None) if skip else failure
@@ -54,9 +54,9 @@ def explain(chunk: Chunk, error: BaseException, broken: str) -> Exception:
         error: The error.
         broken: What is known of the executor's end, if that is what it is.
     """
-    where = f"chunk {chunk.number} (indices {brief(chunk.indices)})"
+    where = named(chunk.number, chunk.sent)
     if not isinstance(error, BrokenExecutor):
         return rebuild(report(error, f"In the executor, on {where}."))
-    died = WorkerDiedError(f"{broken} C{where[1:]} was under way and is not loaded")
+    died = WorkerDiedError(f"{broken} {where[0].upper()}{where[1:]} was under way and is not loaded")
     died.__cause__ = error
     return died

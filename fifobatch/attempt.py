@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from fifobatch.plan import Items
 from fifobatch.window import check_count
 
 __all__ = [
@@ -20,7 +21,9 @@ __all__ = [
     "Later",
     "Located",
     "Policy",
+    "batch_named",
     "brief",
+    "named",
 ]
 
 # Steps of a chunk, beside the positions of its samples.
@@ -157,3 +160,19 @@ def brief(indices: object) -> str:
     except Exception as error:  # the user's __repr__, inside an error message
         text = f"<{type(indices).__name__}, and its repr raises {type(error).__name__}>"
     return text if len(text) <= 100 else text[:97] + "..."
+
+
+def named(number: int, sent: object) -> str:
+    """Return a chunk in words, for a message.
+
+    Args:
+        number: Its number.
+        sent: Its `Chunk.sent`.
+    """
+    return f"batch {number} ({sent})" if isinstance(sent, Items) else f"chunk {number} (indices {brief(sent)})"
+
+
+def batch_named(number: int, sent: object) -> str:
+    """Return a chunk's batch in words, likewise."""
+    name = named(number, sent)
+    return name if isinstance(sent, Items) else f"the batch of {name}"

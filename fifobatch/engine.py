@@ -34,7 +34,7 @@ from fifobatch.errors import ClosedError, WorkerDiedError
 from fifobatch.exits import after_fork_in_child, at_exit, end_with_main_thread
 from fifobatch.fetch import Payload
 from fifobatch.flight import Flight, Run
-from fifobatch.plan import Batch, Chunk, StreamChunk
+from fifobatch.plan import Batch, Chunk
 from fifobatch.pool import WorkerPool
 from fifobatch.shipping import Shipments, pickle_task
 from fifobatch.tasks import Answer, Context, Task
@@ -232,8 +232,7 @@ class Engine:
         flight.lost = False
         if self.arena is None or self.crew is None:
             assert self._elsewhere is not None
-            items = chunk.items if isinstance(chunk, StreamChunk) else chunk.indices
-            body = (chunk.number, items, chunk.seed)
+            body = (chunk.number, chunk.sent, chunk.seed)
             arguments = (run.payload.token, payload, self._shipments.alive, body, flight.attempt)
             inner = self._elsewhere.submit(load_elsewhere, *arguments)
         else:

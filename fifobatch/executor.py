@@ -184,10 +184,10 @@ class BatchExecutor:
         failed: Exception | None = None
         try:
             first = list(itertools.islice(chunks, 1))  # a plan without chunks pickles and starts nothing
-        except Exception as error:
+        except Exception as error:  # what a stream raises comes from next(), as with lanes
             if not plan.is_stream:
                 raise
-            failed = error  # from next(), as with lanes
+            failed = error
         loading: Loading | None = None
         if first:
             loading = run = self.start_run(

@@ -16,8 +16,9 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate, default_collate_fn_map
 
 from fifobatch.arena import Room
-from fifobatch.attempt import COLLATING, LISTING, NO_POLICY, Attempt, Policy, brief
+from fifobatch.attempt import COLLATING, LISTING, NO_POLICY, Attempt, Policy, brief, named
 from fifobatch.pickling import IN_BAND_BYTES
+from fifobatch.plan import Items
 
 __all__ = [
     "ABANDONED",
@@ -68,7 +69,7 @@ def fetch(plan: Payload, indices: Any, attempt: Attempt, room: Room | None = Non
 
     Args:
         plan: Dataset and functions.
-        indices: The chunk's.
+        indices: The chunk's; or `Items`, which need only be collated.
         attempt: Which try it is.
         room: Where torch's default collate_fn makes its tensors, so that they need not be copied there.
 
@@ -76,7 +77,9 @@ def fetch(plan: Payload, indices: Any, attempt: Attempt, room: Room | None = Non
         Again: It is to be tried again.
         Located: From whatever the user's code raises.
     """
-    if not plan.collates:
+    if isinstance(indices, Items):
+        samples, loaded = _take_read(indices, plan.collates, attempt)
+    elif not plan.collates:
         samples, loaded = _load_single(plan.dataset, indices, attempt), indices
     elif _fetches_lists(type(plan.dataset)) and not attempt.singly:
         samples, loaded = _load_list(plan.dataset, indices, attempt)
@@ -84,7 +87,8 @@ def fetch(plan: Payload, indices: Any, attempt: Attempt, room: Room | None = Non
         samples, loaded = _load_each(plan.dataset, indices, attempt)
     if samples is ABANDONED or samples is NOTHING:
         return samples
-    return collated(plan, samples, loaded, attempt, lambda: f"chunk {attempt.number} (indices {brief(loaded)})", room)
+    sent = indices if isinstance(indices, Items) else loaded
+    return collated(plan, samples, loaded, attempt, lambda: named(attempt.number, sent), room)
 
 
 def collated(
@@ -110,6 +114,14 @@ def collated(
     except BaseException as error:  # whatever it is, it gets its place and goes on
         attempt.fail(None, error, f"collate_fn, {chunk()}{_unequal(samples, indices)}")
         return NOTHING
+
+
+def _take_read(items: Items, collates: bool, attempt: Attempt) -> tuple[Any, Any]:
+    kept = [position for position in range(len(items.positions)) if position not in attempt.left_out]
+    if not kept:
+        return NOTHING, kept
+    samples = [items.samples[position] for position in kept] if collates else items.samples
+    return samples, [items.positions[position] for position in kept]
 
 
 def _load_single(dataset: Any, index: Any, attempt: Attempt) -> Any:

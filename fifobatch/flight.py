@@ -14,7 +14,7 @@ from fifobatch.board import START
 from fifobatch.completion import BatchFuture
 from fifobatch.errors import ChunkTimeoutError, WorkerDiedError
 from fifobatch.fetch import StreamOptions
-from fifobatch.plan import Batch, Chunk, Failure
+from fifobatch.plan import Batch, Chunk, Failure, StreamChunk
 from fifobatch.pool import WorkerPool
 from fifobatch.shipping import Shipment
 from fifobatch.trace import Trace
@@ -287,7 +287,10 @@ class Flight:
     def _chunk(self) -> str:
         if self.run.lanes:
             return f"batch {self.future.chunk.number}, of lane {self.lane}; this lane is over"
-        return f"chunk {self.future.chunk.number}, indices {brief(self.future.chunk.indices)}"
+        chunk = self.future.chunk
+        if isinstance(chunk, StreamChunk):
+            return f"batch {chunk.number}, {chunk.sent}"
+        return f"chunk {chunk.number}, indices {brief(chunk.indices)}"
 
     def _describe(self, step: int) -> str:
         if step >= 0 and self.run.lanes:

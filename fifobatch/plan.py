@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from fifobatch.errors import PlanError, raisable
 
-__all__ = ["Batch", "BatchPlan", "Chunk", "Failure", "Passing", "StreamChunk"]
+__all__ = ["Batch", "BatchPlan", "Chunk", "Failure", "Items", "Passing", "StreamChunk"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -35,6 +35,28 @@ class Chunk:
     indices: Any
     seed: int
 
+    @property
+    def sent(self) -> Any:
+        """What whoever loads it is sent of it."""
+        return self.indices
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """What is sent instead of indices where the samples were read already.
+
+    Attributes:
+        positions: Theirs in the stream.
+        samples: What was read: a list, or a single sample where ``batch_size=None``.
+    """
+
+    positions: range
+    samples: Any
+
+    def __str__(self) -> str:
+        first, last = self.positions[0], self.positions[-1]
+        return f"item {first} of the stream" if first == last else f"items {first} to {last} of the stream"
+
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk(Chunk):
@@ -46,12 +68,15 @@ class StreamChunk(Chunk):
 
     items: Any
 
+    @property
+    def sent(self) -> Items:
+        """What whoever loads it is sent of it."""
+        first, count = (self.indices[0], len(self.indices)) if isinstance(self.indices, list) else (self.indices, 1)
+        return Items(range(first, first + count), self.items)
+
 
 class Passing:
-    """The dataset of such chunks: its samples are the indices."""
-
-    def __getitem__(self, item: Any) -> Any:
-        return item
+    """The dataset of such chunks, in workers: nothing is read of it there."""
 
 
 @dataclass(frozen=True, slots=True)

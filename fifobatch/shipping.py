@@ -19,7 +19,7 @@ from fifobatch.errors import PlanError
 from fifobatch.fetch import Payload
 from fifobatch.packages import installed_modules
 from fifobatch.pickling import Pickled, dumps, find_culprit, sent_classes
-from fifobatch.plan import Chunk, StreamChunk
+from fifobatch.plan import Chunk
 from fifobatch.tasks import Context
 from fifobatch.transport import TASK_BYTES, Parcel, holds, pack
 
@@ -154,7 +154,7 @@ def pickle_task(chunk: Chunk, left_out: tuple[int, ...]) -> Pickled:
     Raises:
         Exception: What pickling the indices raises.
     """
-    indices = chunk.items if isinstance(chunk, StreamChunk) else chunk.indices
+    indices = chunk.sent
     if type(indices) is list and all(type(index) is int for index in indices):
         # cloudpickle takes ten times longer to find nothing to do
         return Pickled(pickle.dumps((indices, left_out), 5), [])

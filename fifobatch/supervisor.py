@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from fifobatch.attempt import brief
+from fifobatch.attempt import named
 from fifobatch.board import START
 from fifobatch.engine import BROKEN, CANCEL, EXIT, FINISH, GIVE_UP, Engine
 from fifobatch.errors import ClosedError, FifobatchError, WorkerDiedError
@@ -151,7 +151,7 @@ class _Supervisor:
             self._engine.launch(flight, payload)
         except Exception as error:  # an executor that takes no more, a server that does not start, no memory
             chunk = flight.future.chunk
-            error.add_note(f"In fifobatch, launching chunk {chunk.number} (indices {brief(chunk.indices)}) again.")
+            error.add_note(f"In fifobatch, launching {named(chunk.number, chunk.sent)} again.")
             self._engine.settle(flight, error)
 
     # -- deaths
@@ -221,7 +221,7 @@ class _Supervisor:
         for flight in flights:
             self._engine.give_back(flight)
             chunk = flight.future.chunk
-            where = f"chunk {chunk.number} (indices {brief(chunk.indices)}) was not loaded"
+            where = f"{named(chunk.number, chunk.sent)} was not loaded"
             self._engine.settle(flight, None if flight.run.over else cls(f"{where}: {why}"))
 
     def _launch_lost(self, flight: Flight) -> None:

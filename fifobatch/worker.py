@@ -32,7 +32,7 @@ import torch.utils.data
 from torch.utils.data._utils import worker as _torch_worker
 
 from fifobatch.arena import Arena, Room
-from fifobatch.attempt import PACKING, SETTING_UP, Again, Attempt, Later, Located, brief
+from fifobatch.attempt import PACKING, SETTING_UP, Again, Attempt, Later, Located, batch_named
 from fifobatch.board import Board, Record
 from fifobatch.fetch import ABANDONED, NOTHING, Payload, fetch, seed_all
 from fifobatch.lane import Lane, Share, WatchedInfo
@@ -246,7 +246,7 @@ def load(data: bytes) -> Answer:
             if worker.over == task.stream:
                 return answer("share", dumps((Share(None, range(0), True, True), [])))
             worker.over = task.stream
-        where = f"packing the batch of chunk {task.number} (indices {brief(indices)})"
+        where = f"packing {batch_named(task.number, indices)}"
         told = located_report(error, f"preparing chunk {task.number}" if kind is None else where)
         if plan is None and task.stream:
             lost = f"It was to read a lane of the stream from batch {task.number} on; this lane is over."
@@ -296,7 +296,7 @@ def _load_chunk(
         try:
             return "batch", dumps(batch, to_parent=True)
         except BaseException as error:  # whatever pickling the user's objects raises gets its place and goes on
-            attempt.fail(None, error, f"packing the batch of chunk {task.number} (indices {brief(indices)})")
+            attempt.fail(None, error, f"packing {batch_named(task.number, indices)}")
             batch = NOTHING
     return "partial", dumps((None if batch is NOTHING else batch, reports(attempt)), to_parent=True)
 

@@ -9,7 +9,7 @@ from fifobatch.board import START
 from fifobatch.completion import BatchFuture
 from fifobatch.errors import ChunkTimeoutError, WorkerDiedError
 from fifobatch.flight import FRUITLESS_STARTS, Flight, Run
-from fifobatch.plan import Batch, Chunk
+from fifobatch.plan import Batch, Chunk, StreamChunk
 from fifobatch.trace import Trace
 
 STEPS = [START, SETTING_UP, LISTING, COLLATING, PACKING, 0, 2]
@@ -27,6 +27,15 @@ def failures(flight: Flight) -> list[tuple[Any, int, str, int]]:
         (failure.index, failure.chunk, type(failure.error).__name__, failure.attempts)
         for failure in flight.future.failures
     ]
+
+
+def test_a_chunk_of_a_stream_is_told_by_its_positions() -> None:
+    flight = make_flight()
+    flight.future.chunk = StreamChunk(7, [10, 11, 12], 0, ["a", "b", "c"])
+    error = flight.died(COLLATING, "") or flight.died(COLLATING, "") or flight.died(COLLATING, "pid 3 fell")
+    assert str(error) == (
+        "collate_fn ended its worker process 3 times: pid 3 fell (batch 7, items 10 to 12 of the stream)"
+    )
 
 
 # -- deaths -----------------------------------------------------------------------------------------------------------

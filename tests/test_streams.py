@@ -78,6 +78,10 @@ def balances(statistics: Statistics) -> bool:
     )
 
 
+def told(error: Exception) -> str:
+    return "".join([str(error), *getattr(error, "__notes__", [])])
+
+
 def by_hand(lengths: tuple[int, ...], batch_size: int, drop_last: bool) -> dict[int, tuple[list[int], list[int]]]:
     """Return what lanes of these lengths make: number, then positions in the lane, and items."""
     batches = {}
@@ -798,8 +802,7 @@ def test_an_exception_in_iter_comes_from_next_whoever_reads(error: type[Exceptio
             batches, errors = drain(iter(FifoLoader(Blind(fails), **where)))
             assert batches == []
             assert [type(each) for each in errors] == [raised], where
-            (told,) = errors
-            assert "iter(dataset)" in "".join([str(told), *getattr(told, "__notes__", [])])
+            assert "iter(dataset)" in told(errors[0])
 
 
 @pytest.mark.parametrize("split", ["auto", "parent"])
@@ -814,7 +817,31 @@ def test_a_stream_that_raises_what_would_end_a_loop_in_silence(split: str) -> No
     batches, errors = drain(iter(FifoLoader(Silent(3), num_workers=1, split=split)))
     assert batches == []
     assert [type(error) for error in errors] == [SampleError]
-    assert "item 0 of" in "".join([str(errors[0]), *getattr(errors[0], "__notes__", [])])
+    assert "item 0 of" in told(errors[0])
+
+
+@pytest.mark.parametrize("on_threads", [False, True])
+def test_what_fails_where_the_parent_has_read_is_told_by_its_positions(on_threads: bool) -> None:
+    def uneven() -> Iterator[torch.Tensor]:
+        return (torch.full((2 if item == 5 else 1,), 7.0) for item in range(8))
+
+    def unsendable(sample: Any) -> Any:
+        return threading.Lock() if len(sample) == 2 else sample
+
+    with ThreadPoolExecutor(1) as threads:
+        where: dict[str, Any] = {"executor": threads} if on_threads else {"num_workers": 1, "split": "parent"}
+        batches, errors = drain(iter(FifoLoader(Blind(uneven), batch_size=2, **where)))
+        assert len(batches) == 3
+        (error,) = errors
+        assert "collate_fn, batch 2 (items 4 to 5 of the stream): sample is a Tensor of shape (1,) at [4]; " in told(
+            error
+        )
+        assert "a Tensor of shape (2,) at [5]" in told(error)
+        if not on_threads:  # where nothing is packed
+            batches, errors = drain(iter(FifoLoader(Blind(uneven), batch_size=None, collate_fn=unsendable, **where)))
+            assert len(batches) == 7
+            (error,) = errors
+            assert "packing batch 5 (item 5 of the stream)" in told(error)
 
 
 def test_worker_init_fn_that_fails_is_the_end_of_its_lane() -> None:
