@@ -34,9 +34,10 @@ from fifobatch.errors import ClosedError, WorkerDiedError
 from fifobatch.exits import after_fork_in_child, at_exit, end_with_main_thread
 from fifobatch.fetch import Payload
 from fifobatch.flight import Flight, Run
+from fifobatch.pickling import Pickled
 from fifobatch.plan import Batch, Chunk
 from fifobatch.pool import WorkerPool
-from fifobatch.shipping import Shipments, pickle_task
+from fifobatch.shipping import Shipments
 from fifobatch.tasks import Answer, Context, Task
 from fifobatch.trace import Trace
 from fifobatch.transport import TASK_BYTES, pack
@@ -236,8 +237,11 @@ class Engine:
             arguments = (run.payload.token, payload, self._shipments.alive, body, flight.attempt)
             inner = self._elsewhere.submit(load_elsewhere, *arguments)
         else:
+            pickled = flight.pickled()
+            if not isinstance(pickled, Pickled):
+                self.settle(flight, pickled)
+                return
             pool = flight.pool = self.crew.pool_for(flight)
-            pickled = pickle_task(chunk, tuple(flight.left_out))
             flight.slot = self.arena.take()
             task = Task(
                 payload_token=run.payload.token,

@@ -14,9 +14,10 @@ from fifobatch.board import START
 from fifobatch.completion import BatchFuture
 from fifobatch.errors import ChunkTimeoutError, WorkerDiedError
 from fifobatch.fetch import StreamOptions
-from fifobatch.plan import Batch, Chunk, Failure, StreamChunk
+from fifobatch.pickling import Pickled, dumps, rebuild, report
+from fifobatch.plan import Batch, Chunk, Failure, Items, StreamChunk
 from fifobatch.pool import WorkerPool
-from fifobatch.shipping import Shipment
+from fifobatch.shipping import Shipment, pickle_task
 from fifobatch.trace import Trace
 
 __all__ = ["FRUITLESS_STARTS", "Flight", "Run"]
@@ -126,8 +127,38 @@ class Flight:
         self.suspect = False
         self.singly = False
         self.left_out: dict[int, Failure] = {}
+        self._sent = future.chunk.sent
         self._deaths: Counter[int] = Counter()  # in quarantine, by step
         self._died = 0
+
+    def pickled(self) -> "Pickled | Batch[Any] | Exception":
+        """Return what is sent of it to a worker; or, if that cannot be pickled, what to complete its future with."""
+        try:
+            return pickle_task(self._sent, tuple(self.left_out))
+        except Exception as error:  # whatever the user's own pickling raises: this chunk's error
+            whole = rebuild(report(error, f"In fifobatch, pickling {self._chunk}."))
+        is_read = isinstance(self._sent, Items)
+        samples = self._sent.samples if is_read else self._sent
+        samples = list(samples) if self.run.collates else [samples]
+        failed: dict[int, Exception] = {}
+        for position, sample in enumerate(samples):
+            try:
+                dumps(sample)
+            except Exception as its_own:  # likewise
+                what = "item" if is_read else "index"
+                where = f"{what} {brief(self._indices[position])} of {self._chunk}"
+                failed[position] = rebuild(report(its_own, f"In fifobatch, pickling {where}."))
+        if not self.run.policy.skip:
+            return next(iter(failed.values()), whole)
+        if not failed:
+            return self.without([(None, whole)], None)
+        for position, failure in failed.items():
+            self.left_out[position] = self._failure(position, failure, self.attempt + self._died)
+            samples[position] = None
+        if len(self.left_out) == len(samples):
+            return self.without([], None)
+        self._sent = Items(self._sent.positions, samples) if is_read else samples
+        return self.pickled()
 
     # -- what becomes of it: None for another try, else what to complete its future with
 

@@ -13,13 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from fifobatch.arena import ALIGNMENT, Arena, Place, Room
-from fifobatch.attempt import brief
 from fifobatch.elsewhere import plans_here
 from fifobatch.errors import PlanError
 from fifobatch.fetch import Payload
 from fifobatch.packages import installed_modules
 from fifobatch.pickling import Pickled, dumps, find_culprit, sent_classes
-from fifobatch.plan import Chunk
 from fifobatch.tasks import Context
 from fifobatch.transport import TASK_BYTES, Parcel, holds, pack
 
@@ -148,21 +146,16 @@ class Shipments:
         return shipment
 
 
-def pickle_task(chunk: Chunk, left_out: tuple[int, ...]) -> Pickled:
-    """Pickle a chunk's indices, whatever they are, and the positions of those that are not to be loaded.
+def pickle_task(sent: Any, left_out: tuple[int, ...]) -> Pickled:
+    """Pickle what is sent of a chunk, whatever it is, and the positions of those that are not to be loaded.
 
     Raises:
-        Exception: What pickling the indices raises.
+        Exception: What pickling the user's objects raises.
     """
-    indices = chunk.sent
-    if type(indices) is list and all(type(index) is int for index in indices):
+    if type(sent) is list and all(type(index) is int for index in sent):
         # cloudpickle takes ten times longer to find nothing to do
-        return Pickled(pickle.dumps((indices, left_out), 5), [])
-    try:
-        return dumps((indices, left_out))
-    except Exception as error:  # whatever the user's own pickling raises
-        error.add_note(f"In fifobatch, pickling the indices of chunk {chunk.number}: {brief(indices)}.")
-        raise
+        return Pickled(pickle.dumps((sent, left_out), 5), [])
+    return dumps((sent, left_out))
 
 
 def cannot_send(payload: Any, error: Exception) -> PlanError:

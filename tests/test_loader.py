@@ -17,12 +17,13 @@ import psutil
 import pytest
 import torch
 from conftest import await_end
-from probes import TIMEOUT, Calls, Gate
+from probes import TIMEOUT, Calls, Gate, drain
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, get_worker_info
 
 from fifobatch import (
     Batch,
     BatchExecutor,
+    BatchPlan,
     ClosedError,
     FifobatchError,
     FifoLoader,
@@ -461,6 +462,24 @@ def test_an_error_is_the_users_own_and_names_the_sample(num_workers):
     assert "loading dataset[5], chunk 2 (indices [4, 5])" in error.__notes__[0]
     if num_workers:
         assert "in fail_at_five" in error.__notes__[0]
+
+
+def test_an_index_that_cannot_be_pickled_is_its_chunks_error_only():
+    odd = threading.Lock()
+    loader = FifoLoader(range(6), batch_sampler=[[0, 1], [2, odd], [4, 5]], num_workers=1)
+    batches, errors = drain(iter(loader))
+    assert sorted(batch.tolist() for batch in batches) == [[0, 1], [4, 5]]
+    assert [type(error) for error in errors] == [TypeError]
+    assert f"pickling index {odd!r} of chunk 1, indices [2, {odd!r}]" in errors[0].__notes__[0]
+    loader.on_error = "skip"
+    with pytest.warns(UserWarning, match="left out of this epoch: 1 sample"):
+        assert sorted(batch.tolist() for batch in loader) == [[0, 1], [2], [4, 5]]
+    assert [failure.index for failure in loader.failures] == [odd]
+    with BatchExecutor(1) as executor:
+        plan = BatchPlan(range(6), sampler=[odd])
+        futures = [executor.submit(plan, chunk) for chunk in plan]
+        assert [type(future.exception()) for future in futures] == [TypeError]
+        assert executor.statistics().failed == executor.statistics().submitted == 1
 
 
 ERRORS = [IndexError(5), KeyError("name"), TimeoutError("disk"), CancelledError("mine"), OSError(5, "I/O", "file")]

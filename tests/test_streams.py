@@ -844,6 +844,68 @@ def test_what_fails_where_the_parent_has_read_is_told_by_its_positions(on_thread
             assert "packing batch 5 (item 5 of the stream)" in told(error)
 
 
+def with_locks(*at: int) -> Iterator[Any]:
+    """Yield ten items, of which some cannot be pickled."""
+    return (threading.Lock() if item in at else item for item in range(10))
+
+
+def test_a_sample_that_cannot_be_pickled_is_its_batchs_error_only() -> None:
+    loader = FifoLoader(Blind(with_locks, 4, 9), batch_size=2, num_workers=1, split="parent", collate_fn=list)
+    batches, errors = drain(loader.batches())
+    assert sorted(batch.data for batch in batches) == [[0, 1], [2, 3], [6, 7]]
+    assert [type(error) for error in errors] == [TypeError, TypeError]
+    assert "pickling item 4 of batch 2, items 4 to 5 of the stream" in told(errors[0])
+    assert "pickling item 9 of batch 4, items 8 to 9 of the stream" in told(errors[1])
+    statistics = loader.statistics()
+    assert (statistics.submitted, statistics.delivered, statistics.failed) == (5, 3, 2)
+    loader = FifoLoader(Blind(with_locks, 4), batch_size=None, num_workers=1, split="parent")
+    batches, errors = drain(iter(loader))
+    assert sorted(batches) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert [type(error) for error in errors] == [TypeError]
+
+
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_samples_that_cannot_be_pickled_are_left_out(batch_size: int | None) -> None:
+    loader = FifoLoader(
+        Blind(with_locks, 0, 6, 7), batch_size=batch_size, num_workers=1, split="parent", on_error="skip"
+    )
+    with pytest.warns(UserWarning, match="left out of this epoch: 3 samples that failed; .*index 0: TypeError"):
+        batches = list(loader.batches())
+    positions = [(batch.number, batch.indices, torch.as_tensor(batch.data).tolist()) for batch in batches]
+    if batch_size is None:
+        assert sorted(positions) == [(item, item, item) for item in (1, 2, 3, 4, 5, 8, 9)]
+    else:
+        each = [[1], [2, 3], [4, 5], [8, 9]]
+        assert sorted(positions) == [(items[0] // 2, items, items) for items in each]
+    assert [(failure.index, failure.chunk) for failure in loader.failures] == [
+        (item, item // (batch_size or 1)) for item in (0, 6, 7)
+    ]
+    assert balances(loader.statistics())
+
+
+class OnceAlone:
+    """Can be pickled, but not together with others of its kind."""
+
+    together = 0
+
+    def __reduce__(self) -> Any:
+        OnceAlone.together += 1
+        if OnceAlone.together == 2:
+            raise OSError("twice")
+        return OnceAlone, ()
+
+
+def test_where_nothing_alone_is_to_blame_the_batch_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def both() -> list[Any]:
+        return [OnceAlone(), OnceAlone()]
+
+    monkeypatch.setattr(OnceAlone, "together", 0)
+    loader = FifoLoader(Blind(both), batch_size=2, num_workers=1, split="parent", collate_fn=list, on_error="skip")
+    with pytest.warns(UserWarning, match="left out of this epoch: 2 samples that failed; .*index 0: OSError: twice"):
+        assert list(loader) == []
+    assert [failure.index for failure in loader.failures] == [0, 1]
+
+
 def test_worker_init_fn_that_fails_is_the_end_of_its_lane() -> None:
     def fails(worker: int) -> None:
         if worker == 0:
