@@ -27,7 +27,7 @@ class Span:
         delivered: When that ``next()`` returned it (or raised its error), or when its future was done.
         bytes: The size of its batch as packed, pickle and buffers; on other executors, where nothing is packed, that of
             its tensors and arrays; 0 without workers.
-        error: The class of the error that came instead of the batch.
+        error: The class of the error that came instead of the batch, or because of which none of it was left.
     """
 
     number: int
@@ -69,7 +69,7 @@ class Statistics:
     Attributes:
         submitted: Chunks submitted.
         delivered: Batches delivered to the consumer.
-        failed: Chunks whose error was delivered instead.
+        failed: Chunks of which no batch came: their error was raised, or ``on_error="skip"`` has left nothing of them.
         retries: How often a chunk was tried again, after it failed or was over its time.
         reloads: How often a chunk was loaded again because a worker process died or was killed over its time: its own
             or another, which ends the whole pool.

@@ -149,7 +149,7 @@ class Trace:
 
         Args:
             record: The chunk's.
-            error: The class of what comes instead of its batch.
+            error: The class of what comes instead of its batch, or because of which none of it is left.
         """
         with self._lock:
             record.error = error

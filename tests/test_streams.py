@@ -767,6 +767,8 @@ def test_samples_that_fail_are_left_out(num_workers: int) -> None:
     with pytest.warns(UserWarning, match=r"left out of this epoch(: 1 sample|, too)"):
         assert sorted(batch.tolist() for batch in loader) == other
     assert [(failure.index, failure.chunk) for failure in loader.failures] == [(0, 0)]
+    statistics = loader.statistics()  # of a batch of which nothing is left, there is no error either
+    assert (statistics.submitted, statistics.delivered, statistics.failed) == (len(other) + 1, len(other), 1)
     loader = FifoLoader(
         Stream(of_lengths, 5, 4),
         batch_size=2,
