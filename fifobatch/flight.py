@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fifobatch.attempt import COLLATING, LISTING, PACKING, SETTING_UP, Policy, brief
+from fifobatch.attempt import COLLATING, LISTING, PACKING, SETTING_UP, Policy, brief, named
 from fifobatch.board import START
 from fifobatch.completion import BatchFuture
 from fifobatch.errors import ChunkTimeoutError, WorkerDiedError
@@ -136,7 +136,8 @@ class Flight:
         try:
             return pickle_task(self._sent, tuple(self.left_out))
         except Exception as error:  # whatever the user's own pickling raises: this chunk's error
-            whole = rebuild(report(error, f"In fifobatch, pickling {self._chunk}."))
+            chunk = named(self.future.chunk.number, self.future.chunk.sent)
+            whole = rebuild(report(error, f"In fifobatch, pickling {chunk}."))
         is_read = isinstance(self._sent, Items)
         samples = self._sent.samples if is_read else self._sent
         samples = list(samples) if self.run.collates else [samples]
@@ -146,7 +147,7 @@ class Flight:
                 dumps(sample)
             except Exception as its_own:  # likewise
                 what = "item" if is_read else "index"
-                where = f"{what} {brief(self._indices[position])} of {self._chunk}"
+                where = f"{what} {brief(self._indices[position])}, {chunk}"
                 failed[position] = rebuild(report(its_own, f"In fifobatch, pickling {where}."))
         if not self.run.policy.skip:
             return next(iter(failed.values()), whole)

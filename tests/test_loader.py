@@ -470,7 +470,7 @@ def test_an_index_that_cannot_be_pickled_is_its_chunks_error_only():
     batches, errors = drain(iter(loader))
     assert sorted(batch.tolist() for batch in batches) == [[0, 1], [4, 5]]
     assert [type(error) for error in errors] == [TypeError]
-    assert f"pickling index {odd!r} of chunk 1, indices [2, {odd!r}]" in errors[0].__notes__[0]
+    assert f"pickling index {odd!r}, chunk 1 (indices [2, {odd!r}])" in errors[0].__notes__[0]
     loader.on_error = "skip"
     with pytest.warns(UserWarning, match="left out of this epoch: 1 sample"):
         assert sorted(batch.tolist() for batch in loader) == [[0, 1], [2], [4, 5]]

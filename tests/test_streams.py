@@ -856,8 +856,8 @@ def test_a_sample_that_cannot_be_pickled_is_its_batchs_error_only() -> None:
     batches, errors = drain(loader.batches())
     assert sorted(batch.data for batch in batches) == [[0, 1], [2, 3], [6, 7]]
     assert [type(error) for error in errors] == [TypeError, TypeError]
-    assert "pickling item 4 of batch 2, items 4 to 5 of the stream" in told(errors[0])
-    assert "pickling item 9 of batch 4, items 8 to 9 of the stream" in told(errors[1])
+    assert "pickling item 4, batch 2 (items 4 to 5 of the stream)" in told(errors[0])
+    assert "pickling item 9, batch 4 (items 8 to 9 of the stream)" in told(errors[1])
     statistics = loader.statistics()
     assert (statistics.submitted, statistics.delivered, statistics.failed) == (5, 3, 2)
     loader = FifoLoader(Blind(with_locks, 4), batch_size=None, num_workers=1, split="parent")
