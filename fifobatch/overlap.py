@@ -15,7 +15,7 @@ import torch
 
 from fifobatch.contenders import IDEAL, TWO_LOADERS, Measured, make_pairs, rotated
 
-__all__ = ["PAIRED", "overlap", "product"]
+__all__ = ["PAIRED", "product"]
 
 STEP_SECONDS = 0.04  # of the model, and of a sample
 NUM_WORKERS, BATCH_SIZE = 4, 2  # a pair is four samples, so all workers together load one in the time of a step
