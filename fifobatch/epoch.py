@@ -128,7 +128,7 @@ class LoaderIterator(Iterator[Any]):
     def warn_at_end(self) -> None:
         """Warn of what was odd in this epoch, at the line of the caller's caller; once."""
         failures, had_batches, self._had_batches = self._batches.trace.failures, self._had_batches, False
-        if had_batches and not self._yielded and not failures:
+        if had_batches and not (self._yielded or failures or self.statistics().failed):
             warnings.warn(
                 "this epoch was empty, and an earlier one was not: the IterableDataset can be iterated only once. Let "
                 "its __iter__ return a new iterator each time",

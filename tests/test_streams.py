@@ -360,6 +360,16 @@ def test_an_iterator_that_is_used_up_is_told(num_workers: int, persistent: bool)
             assert caught[0].filename == __file__
 
 
+def test_an_epoch_of_which_only_an_error_came_is_not_told_to_be_empty() -> None:
+    for num_workers in (0, 1):
+        loader = FifoLoader(Stream(failing, 2, (-1, 0)), num_workers=num_workers, persistent_workers=bool(num_workers))
+        assert flat(loader) == [0, 1]
+        loader.dataset.args = (2, (0, 0))
+        batches, errors = drain(iter(loader))
+        assert batches == []
+        assert [str(error) for error in errors] == ["cannot read 0"]
+
+
 def test_a_stream_that_is_empty_from_the_start_is_not_told() -> None:
     loader = FifoLoader(Stream(of_lengths, 0, 0), num_workers=2)
     for _ in range(2):
