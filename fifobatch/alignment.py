@@ -26,7 +26,8 @@ class Alignment(NamedTuple):
 
     Attributes:
         collates: Whether a chunk's indices are a list.
-        shares: Whether both have the same seed.
+        shares: Whether both have the same seeds, each sample its own: so whatever one draws, or does not because it is
+            left out, changes nothing for the others.
         lengths: Those of inputs and targets, where target indices wrap around.
     """
 
@@ -34,12 +35,18 @@ class Alignment(NamedTuple):
     shares: bool
     lengths: tuple[int, int] | None
 
-    def target(self, chunk: Chunk) -> Chunk:
-        """Return the target's chunk."""
-        indices = chunk.indices
+    def halves(self, chunk: Chunk) -> tuple[Chunk, Chunk]:
+        """Return the input's chunk, and the target's."""
+        indices, seed = chunk.indices, chunk.seed
+        if self.shares:
+            count = len(list(indices)) if self.collates else 1
+            seeds = (*(chunk_seed(seed, 0, position) for position in range(count)), seed)
+            chunk = dataclasses.replace(chunk, seeds=seeds)
+        else:
+            seed = chunk_seed(seed, 0, TARGET_STREAM)
         if self.lengths is not None:
             indices = [self._wrap(index) for index in indices] if self.collates else self._wrap(indices)
-        return Chunk(chunk.number, indices, chunk.seed if self.shares else chunk_seed(chunk.seed, 0, TARGET_STREAM))
+        return chunk, dataclasses.replace(chunk, indices=indices, seed=seed)
 
     def _wrap(self, index: Any) -> int:
         assert self.lengths is not None
@@ -57,7 +64,8 @@ class Alignment(NamedTuple):
         """Return what is left of a chunk without these positions; None if nothing is."""
         lost = set(left_out)
         rest = [index for position, index in enumerate(chunk.indices) if position not in lost] if self.collates else []
-        return dataclasses.replace(chunk, indices=rest) if rest else None
+        seeds = chunk.seeds and tuple(seed for position, seed in enumerate(chunk.seeds) if position not in lost)
+        return dataclasses.replace(chunk, indices=rest, seeds=seeds) if rest else None
 
 
 def say_half(error: Exception, half: str, number: int | None = None) -> Exception:
@@ -102,10 +110,14 @@ class InProcessPairs(InProcess):
     def _load(self, chunk: Chunk, record: Record) -> Batch[Any] | None:
         if self._zips:
             return self._load_both(chunk, record)
+        chunk, target_chunk = self._alignment.halves(chunk)
         batch = self._load_input(chunk, record)
         if batch is None:
             return None
-        target_chunk = self._alignment.target(dataclasses.replace(chunk, indices=batch.indices))
+        if self.left_out:
+            rest = self._alignment.without(target_chunk, self.left_out)
+            assert rest is not None
+            target_chunk = rest
         target: Future[Any] = Future()
         try:
             loaded = self._load_target(target_chunk)
@@ -119,22 +131,23 @@ class InProcessPairs(InProcess):
             del batch, target  # an error's traceback holds this frame
 
     def _load_both(self, chunk: Chunk, record: Record) -> Batch[Any] | None:
-        rest: Chunk | None = chunk
+        rest: Chunk | None
+        target_rest: Chunk | None
+        rest, target_rest = self._alignment.halves(chunk)
         halves: list[Batch[Any] | None] = [None, None]
-        while rest is not None:
-            target_chunk = self._alignment.target(rest)
+        while rest is not None and target_rest is not None:
             lost: list[set[int]] = [set(), set()]
             if halves[0] is None:
                 halves[0] = self._load_input(rest, record)
                 lost[0] = set(self.left_out)
             if halves[1] is None:
-                halves[1] = self._load_target(target_chunk)
+                halves[1] = self._load_target(target_rest)
                 lost[1] = set(self._targets.left_out)
             if not (lost[0] or lost[1]):
                 assert halves[0] is not None
                 assert halves[1] is not None
                 return Batch(chunk.number, rest.indices, (halves[0].data, halves[1].data))
-            rest = self._alignment.without(rest, lost[0] | lost[1])
+            rest, target_rest = (self._alignment.without(each, lost[0] | lost[1]) for each in (rest, target_rest))
             halves = [half if each == lost[0] | lost[1] else None for half, each in zip(halves, lost)]
         return None
 

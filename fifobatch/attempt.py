@@ -4,7 +4,7 @@ Runs where the chunk is loaded: in a worker process, or, without workers, in the
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from fifobatch.plan import Items
@@ -93,6 +93,7 @@ class Attempt:
         attempt: Which try it is, from 1.
         left_out: Positions of samples not to load, as they kill or stop the process.
         singly: Load one sample at a time, also where the dataset would load several at once.
+        seeds: One for each sample, and one for ``collate_fn``; None where the chunk is seeded as a whole.
 
     Attributes:
         failed: What was left out: the samples' positions (None for all that are not in ``left_out``), and the error.
@@ -105,12 +106,14 @@ class Attempt:
         attempt: int = 1,
         left_out: Collection[int] = (),
         singly: bool = False,
+        seeds: Sequence[int] | None = None,
     ) -> None:
         self.number = number
         self.policy = policy
         self.attempt = attempt
         self.left_out = left_out
-        self.singly = singly
+        self.singly = singly or seeds is not None
+        self.seeds = seeds
         self.failed: list[tuple[tuple[int, ...] | None, Located]] = []
         self._began = time.perf_counter()
 

@@ -23,21 +23,25 @@ _plans_elsewhere: dict[int, Payload] = {}
 
 
 def load_elsewhere(
-    token: int, payload: bytes | None, alive: tuple[int, ...], chunk: tuple[int, Any, int], attempt_number: int
+    token: int,
+    payload: bytes | None,
+    alive: tuple[int, ...],
+    chunk: tuple[int, Any, int, tuple[int, ...] | None],
+    attempt_number: int,
 ) -> Answer:
     """Load one chunk on an executor that is not ours: threads, Dask, MPI; its own transport carries the batch.
 
-    Threads share one random state, so there the chunk's seed is not applied.
+    Threads share one random state, so there the chunk's seeds are not applied.
 
     Args:
         token: Names the plan.
         payload: The pickled `Payload`, sent again when a worker answered that it does not know the plan.
         alive: Tokens still in use: copies of others are dropped.
-        chunk: Number, indices and seed.
+        chunk: Number, indices, seed and seeds.
         attempt_number: Which try it is, from 1.
     """
     started = time.perf_counter()
-    number, indices, seed = chunk
+    number, indices, seed, seeds = chunk
     where = f"preparing chunk {number}"
 
     def answer(kind: str, body: Any, size: int = 0) -> Answer:
@@ -46,7 +50,9 @@ def load_elsewhere(
 
     try:
         plan = plans_here.get(token)
-        if plan is None:
+        if plan is not None:
+            seeds = None
+        else:
             for old in [old for old in _plans_elsewhere if old not in alive]:
                 _plans_elsewhere.pop(old, None)
             if token not in _plans_elsewhere:
@@ -56,7 +62,7 @@ def load_elsewhere(
                 _plans_elsewhere[token] = loads_sent(payload)
             plan = _plans_elsewhere[token]
             seed_all(seed)
-        attempt = Attempt(number, plan.policy, attempt_number)
+        attempt = Attempt(number, plan.policy, attempt_number, seeds=seeds)
         batch = fetch(plan, indices, attempt)
         if batch is not NOTHING and not attempt.failed:
             return answer("batch", batch, size_of(batch))

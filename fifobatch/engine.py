@@ -233,7 +233,7 @@ class Engine:
         flight.lost = False
         if self.arena is None or self.crew is None:
             assert self._elsewhere is not None
-            body = (chunk.number, chunk.sent, chunk.seed)
+            body = (chunk.number, chunk.sent, chunk.seed, chunk.seeds)
             arguments = (run.payload.token, payload, self._shipments.alive, body, flight.attempt)
             inner = self._elsewhere.submit(load_elsewhere, *arguments)
         else:

@@ -109,6 +109,7 @@ def collated(
         Located: From whatever it raises.
     """
     attempt.at(COLLATING)
+    _seed(attempt, -1)
     try:
         return _collate(plan, samples, room)
     except BaseException as error:  # whatever it is, it gets its place and goes on
@@ -128,6 +129,7 @@ def _load_single(dataset: Any, index: Any, attempt: Attempt) -> Any:
     attempt.at(0)
     if 0 in attempt.left_out:
         return NOTHING
+    _seed(attempt, 0)
     try:
         return dataset[index]
     except BaseException as error:  # likewise
@@ -169,6 +171,7 @@ def _load_each(dataset: Any, indices: Any, attempt: Attempt) -> tuple[Any, Any]:
             continue
         if attempt.at(position):
             return ABANDONED, each
+        _seed(attempt, position)
         try:
             samples.append(_only(dataset.__getitems__([index])) if of_list else dataset[index])
         except BaseException as error:  # likewise
@@ -177,6 +180,12 @@ def _load_each(dataset: Any, indices: Any, attempt: Attempt) -> tuple[Any, Any]:
         else:
             loaded.append(index)
     return (samples, loaded) if samples or not each else (NOTHING, each)
+
+
+def _seed(attempt: Attempt, position: int) -> None:
+    """Seed a sample, or ``collate_fn`` (-1), where each has a seed of its own."""
+    if attempt.seeds is not None:
+        seed_all(attempt.seeds[position])
 
 
 def _only(samples: Any) -> Any:

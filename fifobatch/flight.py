@@ -134,7 +134,7 @@ class Flight:
     def pickled(self) -> "Pickled | Batch[Any] | Exception":
         """Return what is sent of it to a worker; or, if that cannot be pickled, what to complete its future with."""
         try:
-            return pickle_task(self._sent, tuple(self.left_out))
+            return pickle_task(self._sent, tuple(self.left_out), self.future.chunk.seeds)
         except Exception as error:  # whatever the user's own pickling raises: this chunk's error
             chunk = named(self.future.chunk.number, self.future.chunk.sent)
             whole = rebuild(report(error, f"In fifobatch, pickling {chunk}."))

@@ -182,7 +182,7 @@ class Pairing:
 
     def submit(self, chunk: Chunk) -> BatchFuture:
         """Start loading a pair: its input first."""
-        halves = chunk, self._alignment.target(chunk)
+        halves = self._alignment.halves(chunk)
         futures = self._inputs.submit(halves[0]), self._targets.submit(halves[1])
         pair = _Pair(chunk)
         pair.record = futures[0].record

@@ -61,7 +61,10 @@ class PairedLoader(FifoLoader[Any]):
         targets: The dataset of the targets: any, also the same one.
         cycle_targets: Whether the indices of targets wrap around where there are fewer of them than inputs. Of more
             targets than inputs, those beyond are not loaded.
-        share_randomness: Whether both halves of a pair are seeded alike, so that random crops and flips of both agree.
+        share_randomness: Whether both halves of a pair are seeded alike, so that random crops and flips of both agree:
+            before each sample, so its draws agree from its start on, as far as both halves make the same, whatever
+            other samples draw and whichever are left out; and before ``collate_fn``. ``__getitems__`` is then called
+            with one index at a time. On threads (``executor=ThreadPoolExecutor(...)``) nothing is seeded.
         arguments: Those of `FifoLoader`, by name, for both halves.
 
     Raises:

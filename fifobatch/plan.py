@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -29,11 +29,13 @@ class Chunk:
         number: Position in the plan, from 0.
         indices: What the sampler yielded, untouched: a list of indices, or a single one where ``batch_size=None``.
         seed: 64-bit seed for ``random``, NumPy and torch while this chunk is loaded.
+        seeds: Instead, if they are given: one for each index, and one for ``collate_fn``.
     """
 
     number: int
     indices: Any
     seed: int
+    seeds: tuple[int, ...] | None = field(default=None, kw_only=True, repr=False)
 
     @property
     def sent(self) -> Any:

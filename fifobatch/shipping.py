@@ -146,16 +146,16 @@ class Shipments:
         return shipment
 
 
-def pickle_task(sent: Any, left_out: tuple[int, ...]) -> Pickled:
-    """Pickle what is sent of a chunk, whatever it is, and the positions of those that are not to be loaded.
+def pickle_task(sent: Any, left_out: tuple[int, ...], seeds: tuple[int, ...] | None) -> Pickled:
+    """Pickle what is sent of a chunk, whatever it is, the positions of those that are not to be loaded, and their seeds.
 
     Raises:
         Exception: What pickling the user's objects raises.
     """
     if type(sent) is list and all(type(index) is int for index in sent):
         # cloudpickle takes ten times longer to find nothing to do
-        return Pickled(pickle.dumps((sent, left_out), 5), [])
-    return dumps((sent, left_out))
+        return Pickled(pickle.dumps((sent, left_out, seeds), 5), [])
+    return dumps((sent, left_out, seeds))
 
 
 def cannot_send(payload: Any, error: Exception) -> PlanError:

@@ -58,7 +58,7 @@ class Task(NamedTuple):
         base_seed: The epoch's base seed, for ``get_worker_info().seed``.
         number: The chunk's number.
         seed: The chunk's seed.
-        indices: The parcel of the chunk's indices, and of the positions of those that are left out.
+        indices: The parcel of the chunk's indices, of the positions of those that are left out, and of their seeds.
         slot: Where the batch goes.
         slot_size: How many bytes of the slot have their pages already.
         key: Names the chunk on the board.

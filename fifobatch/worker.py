@@ -187,8 +187,10 @@ def _end_if_forked(worker: _Worker, error: BaseException | None) -> None:
 class _Attempt(Attempt):
     """A try in a worker process of ours: its record on the board says where it is."""
 
-    def __init__(self, worker: _Worker, task: Task, plan: Payload, left_out: tuple[int, ...]) -> None:
-        super().__init__(task.number, plan.policy, task.attempt, left_out, task.singly)
+    def __init__(
+        self, worker: _Worker, task: Task, plan: Payload, left_out: tuple[int, ...], seeds: tuple[int, ...] | None
+    ) -> None:
+        super().__init__(task.number, plan.policy, task.attempt, left_out, task.singly, seeds)
         self._worker = worker
         self._run = task.run
 
@@ -263,8 +265,8 @@ def load(data: bytes) -> Answer:
             worker.close_lane(task.stream)
             return answer("abandoned")
         plan = worker.plan(task)
-        indices, left_out = loads_sent(*read(worker.arena, task.indices))
-        attempt = _Attempt(worker, task, plan, left_out)
+        indices, left_out, seeds = loads_sent(*read(worker.arena, task.indices))
+        attempt = _Attempt(worker, task, plan, left_out, seeds)
         with _running(worker, plan.policy.timeout):
             try:
                 if task.stream:

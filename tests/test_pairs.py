@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -200,6 +201,109 @@ def test_contents_do_not_depend_on_workers_and_the_halves_draw_differently():
 def test_halves_that_share_their_randomness_draw_alike(num_workers):
     for _, x, y in drawn(num_workers=num_workers, share_randomness=True).values():
         assert x == y
+
+
+def draw_and(index: int, and_then: Callable[[int], object]) -> torch.Tensor:
+    drawn = draw(index)
+    and_then(index)
+    return drawn
+
+
+def fail_at_2(index: int) -> None:
+    if index == 2:
+        raise OSError("truncated file")
+
+
+def die_at_2(index: int) -> None:
+    if index == 2:
+        die()
+
+
+def draw_more(index: int) -> None:
+    torch.randn(index), random.random(), np.random.rand(index)
+
+
+def keep(index: int) -> None:
+    pass
+
+
+def fail_once(index: int, path: Any) -> None:
+    if index == 2 and not path.exists():
+        path.touch()
+        raise OSError("a flaky disk")
+
+
+@WORKERS
+@pytest.mark.parametrize("zips", [False, True])
+@pytest.mark.parametrize("what", [fail_at_2, draw_more])
+@pytest.mark.parametrize("half", [0, 1])
+def test_each_sample_draws_alike_whatever_the_others_do(num_workers, zips, what, half):
+    halves = [Calls(6, draw_and, what if number == half else keep) for number in (0, 1)]
+    loader = PairedLoader(*halves, batch_size=4, share_randomness=True, on_error="skip", num_workers=num_workers)
+    seen = []
+    with silenced():
+        for x, y in loader.zipped() if zips else loader:
+            if not zips and isinstance(y.exception(), OSError):
+                continue
+            y = y if zips else y.result()
+            assert x.tolist() == y.tolist()
+            seen += x[:, 1].tolist()
+    assert (
+        len(set(seen)) == len(seen) == (2 if (what, half, zips) == (fail_at_2, 1, False) else 6 - (what is fail_at_2))
+    )
+
+
+def test_samples_draw_alike_when_one_kills_its_worker():
+    for halves in ((die_at_2, keep), (keep, die_at_2)):
+        inputs, targets = (Calls(4, draw_and, what) for what in halves)
+        loader = PairedLoader(
+            inputs, targets, batch_size=4, share_randomness=True, on_error="skip", num_workers=1, window=1
+        )
+        with silenced():
+            [(x, y)] = loader.zipped()
+        assert x[:, 0].tolist() == [0, 1, 3]
+        assert x.tolist() == y.tolist()
+
+
+@WORKERS
+def test_samples_draw_alike_when_one_half_is_tried_again(num_workers, tmp_path):
+    flaky = Calls(4, draw_and, partial(fail_once, path=tmp_path / "failed"))
+    arguments = {"batch_size": 4, "share_randomness": True, "retries": 1, "num_workers": num_workers}
+    loader = PairedLoader(flaky, Calls(4, draw), **arguments)
+    [(x, target)] = loader
+    assert x.tolist() == target.result().tolist()
+    assert loader.statistics().retries == 1
+
+
+class Drawn:
+    """A dataset that loads several at once, and draws more for some than for others."""
+
+    def __init__(self, more: int) -> None:
+        self.more = more
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise AssertionError
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        samples = []
+        for index in indices:
+            samples.append(draw(index))
+            draw_more(self.more)
+        return samples
+
+
+def draw_for_batch(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([*samples, draw(0)])
+
+
+@WORKERS
+def test_getitems_and_collate_fn_draw_alike(num_workers):
+    arguments = {"batch_size": 3, "collate_fn": draw_for_batch, "num_workers": num_workers}
+    for x, target in PairedLoader(Drawn(0), Drawn(3), share_randomness=True, **arguments):
+        assert x.tolist() == target.result().tolist()
 
 
 @WORKERS
