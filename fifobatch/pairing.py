@@ -15,7 +15,8 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -29,12 +30,14 @@ from fifobatch.trace import Record
 
 __all__ = ["Pairing", "Target", "hand_out"]
 
+CLOSED = "its loader was closed"
+
 
 class Target(Future[Any]):
     """A future of the target batch of a pair: of the very same indices as the input batch beside it.
 
-    Once handed out it is loaded, also if its iterator is dropped. Only the end of its workers, by ``close()`` of the
-    loader, and dropping the future itself end that.
+    Once handed out it is loaded, also if its iterator is dropped. Only ``close()`` of the loader and dropping the
+    future itself end that.
     """
 
     def __init__(self, pairing: "Pairing", batch: BatchFuture) -> None:
@@ -79,11 +82,19 @@ class Target(Future[Any]):
 
     def hand_out(self, executor: object) -> None:
         """Note that somebody wants it, until it is done or dropped; and keep the executor alive until then."""
-        self._let_go = finalizer = weakref.finalize(self, self._pairing.hand_out(self.record.number))
+        self._let_go = finalizer = weakref.finalize(self, self._pairing.hand_out(self))
         finalizer.atexit = False
         self._executor = executor
         if self.done():  # perhaps just now
             self._release()
+        elif self._pairing.closed:  # likewise
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Be done with a `ClosedError`, unless it is done: whatever its worker is at, nobody waits for that."""
+        with suppress(InvalidStateError):  # it has come meanwhile, in the pool's thread
+            self.set_exception(ClosedError(f"the target of pair {self.record.number} is not loaded: {CLOSED}"))
+        self._release()
 
     def _release(self) -> None:
         self._batch = self._executor = None
@@ -95,17 +106,18 @@ class Target(Future[Any]):
         number = future.chunk.number
         if not future.cancelled():
             self._pairing.note_arrival(future)
-        if future.cancelled() and self._asked_to_cancel:
-            super().cancel()
-            self.set_running_or_notify_cancel()
-        elif future.cancelled():
-            self.set_exception(ClosedError(f"the target of pair {number} is not loaded: its loader was closed"))
-        else:
-            error = future.exception()
-            if isinstance(error, Exception):
-                self.set_exception(say_half(error, "target", number))
+        with suppress(InvalidStateError):  # it was given up meanwhile, in the thread that closes the loader
+            if future.cancelled() and self._asked_to_cancel:
+                if super().cancel():
+                    self.set_running_or_notify_cancel()
+            elif future.cancelled():
+                self.set_exception(ClosedError(f"the target of pair {number} is not loaded: {CLOSED}"))
             else:
-                self.set_result(future.result().data)
+                error = future.exception()
+                if isinstance(error, Exception):
+                    self.set_exception(say_half(error, "target", number))
+                else:
+                    self.set_result(future.result().data)
         self._release()
 
 
@@ -173,8 +185,9 @@ class Pairing:
         self._zips = zips
         self._then = _Then(prepare)
         self._largest = 0  # target, in bytes
-        self._handed_out: set[int] = set()  # and not done
+        self._handed_out: dict[int, weakref.ref[Target]] = {}  # and not done
         self._over = False
+        self.closed = False
         self._end_targets = weakref.finalize(self, targets.end)
         self._end_targets.atexit = False
 
@@ -193,15 +206,28 @@ class Pairing:
             futures[0].add_done_callback(partial(self._then, call))
         return pair
 
-    def hand_out(self, number: int) -> Callable[[], object]:
+    def hand_out(self, target: Target) -> Callable[[], object]:
         """Note that a target is wanted, whatever becomes of the iterator; return what says that it no longer is."""
-        self._handed_out.add(number)
+        number = target.record.number
+        self._handed_out[number] = weakref.ref(target)
         return partial(self._let_go, number)
 
     def waited(self, record: Record, requested: float) -> None:
         """Note that the consumer waited for a target, instead of in ``next()``."""
         self._inputs.trace.wait(requested)
         record.requested, record.delivered = requested, time.perf_counter()
+
+    # -- the thread that closes the loader
+
+    def close(self) -> None:
+        """Give up what is under way, and the targets that were handed out, too."""
+        self.closed = True  # before the look at what is handed out: `Target.hand_out` does both the other way round
+        self.end()
+        self._end_targets()
+        for ref in list(self._handed_out.values()):
+            target = ref()
+            if target is not None:
+                target.give_up()
 
     # -- any thread, without a lock: finalizers call these
 
@@ -213,7 +239,7 @@ class Pairing:
             self._end_targets()
 
     def _let_go(self, number: int) -> None:
-        self._handed_out.discard(number)
+        self._handed_out.pop(number, None)
         if self._over and not self._handed_out:
             self._end_targets()
 

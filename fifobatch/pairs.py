@@ -5,6 +5,7 @@ halves are aligned by construction: there is no second sampler whose seed would 
 """
 
 import copy
+import weakref
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
@@ -117,7 +118,22 @@ class PairedLoader(FifoLoader[Any]):
         if self.targets is not self.dataset and callable(getattr(type(self.targets), "set_epoch", None)):
             self.targets.set_epoch(epoch)  # type: ignore[union-attr]
 
+    def close(self) -> None:
+        """End the workers and every iterator of this loader, and what was handed out and is not loaded. Idempotent."""
+        pairings = list(self._pairings)
+        super().close()
+        for pairing in pairings:
+            pairing.close()
+
     # -- in place of `FifoLoader`'s own
+
+    def _start_afresh(self) -> None:
+        super()._start_afresh()
+        # Also those of iterators that were dropped: a target keeps its own.
+        self._pairings: weakref.WeakSet[Pairing] = weakref.WeakSet()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in super().__getstate__().items() if key != "_pairings"}
 
     def _halves(self, plan: BatchPlan) -> tuple[BatchPlan, Alignment]:
         targets = copy.copy(plan)
@@ -154,7 +170,9 @@ class PairedLoader(FifoLoader[Any]):
                 )
             except PlanError as error:
                 raise say_half(error, "target") from error.__cause__
-            return Pairing(inputs, run, alignment, zips, transfer.prepare)
+            pairing = Pairing(inputs, run, alignment, zips, transfer.prepare)
+            self._pairings.add(pairing)
+            return pairing
 
         window, zips = self._make_window(), select is _both
         select = transfer.before(select)

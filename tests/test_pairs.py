@@ -140,6 +140,11 @@ def hold_back(index: int, gate: Any) -> int:
     return index
 
 
+def wait_there(index: int, gate: Any) -> int:
+    gate.arrive()
+    return hold_back(index, gate)
+
+
 def test_the_model_computes_while_the_target_loads(gate):
     pairs = list(PairedLoader(Numbers(2), Calls(2, hold_back, gate), num_workers=3))
     assert not any(target.done() for _, target in pairs)  # here the model computes
@@ -627,16 +632,45 @@ def test_a_target_can_be_cancelled_while_nobody_loads_it(manual):
     assert next(pairs, None) is None
 
 
-def test_closing_the_loader_ends_targets_in_hand(gate):
-    loader = PairedLoader(Numbers(4), Calls(4, hold_back, gate), num_workers=2)
+@pytest.mark.parametrize(
+    ("how", "persistent"),
+    [("kept", False), ("dropped", False), ("dropped", True), ("exhausted", False), ("with", True)],
+)
+def test_closing_the_loader_ends_targets_in_hand(gate, how, persistent):
+    loader = PairedLoader(Numbers(2), Calls(2, wait_there, gate), num_workers=2, persistent_workers=persistent)
     pairs = iter(loader)
     _, target = next(pairs)
-    loader.close()
-    gate.open(4)  # for the one that a worker has begun
-    with contextlib.suppress(ClosedError):  # it may have been just done
-        target.result(TIMEOUT)
-    with pytest.raises(ClosedError):
-        next(pairs)
+    if how == "exhausted":
+        assert len(list(pairs)) == 1
+    if how != "kept":
+        del pairs
+    gate.arrivals(1)  # it hangs
+    if how == "with":
+        with loader:
+            pass
+    else:
+        loader.close()
+    assert target.done()
+    with pytest.raises(ClosedError, match="its loader was closed"):
+        target.result()
+    if how == "kept":
+        with pytest.raises(ClosedError):
+            next(pairs)
+    gate.open(2)
+
+
+def test_closing_the_loader_ends_targets_in_hand_though_it_shares_its_workers(gate):
+    with BatchExecutor(max_workers=2) as executor:
+        loader = PairedLoader(Numbers(4), Calls(4, wait_there, gate), executor=executor)
+        for _, target in loader:
+            break
+        called = threading.Event()
+        target.add_done_callback(lambda target: called.set())
+        loader.close()
+        assert called.is_set()
+        assert isinstance(target.exception(), ClosedError)
+        gate.open(4)
+        assert sorted(batch.item() for batch in FifoLoader(Numbers(4), executor=executor)) == list(range(4))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
