@@ -120,7 +120,7 @@ class InProcessPairs(InProcess):
             target_chunk = rest
         target: Future[Any] = Future()
         try:
-            loaded = self._load_target(target_chunk)
+            loaded = self._load_target(target_chunk, record)
             assert loaded is not None
             target.set_result(loaded.data)
         except Exception as error:  # what the user's code raises for the target is its future's
@@ -141,7 +141,7 @@ class InProcessPairs(InProcess):
                 halves[0] = self._load_input(rest, record)
                 lost[0] = set(self.left_out)
             if halves[1] is None:
-                halves[1] = self._load_target(target_rest)
+                halves[1] = self._load_target(target_rest, record)
                 lost[1] = set(self._targets.left_out)
             if not (lost[0] or lost[1]):
                 assert halves[0] is not None
@@ -163,10 +163,11 @@ class InProcessPairs(InProcess):
             for failure in self.trace.failures[known:]:
                 say_half(failure.error, "input", chunk.number)
 
-    def _load_target(self, chunk: Chunk) -> Batch[Any] | None:
+    def _load_target(self, chunk: Chunk, pair: Record) -> Batch[Any] | None:
         trace, record = self._targets.trace, Record(chunk.number)
         known = len(trace.failures)
         trace.submit(record)
+        self.trace.expect(pair, record)
         failed = None
         try:
             batch = self._targets._load(chunk, record)
@@ -181,6 +182,8 @@ class InProcessPairs(InProcess):
                 self.trace.failures.append(failure)
             trace.hand_over(record, failed)
             trace.deliver(record)
+            if failed is not None:
+                self.trace.join(pair, record)
 
 
 def _same(batch: Batch[Any]) -> Batch[Any]:

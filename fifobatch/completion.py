@@ -68,8 +68,8 @@ class BatchFuture(Future[Batch[Any]]):
         return inner is not None and inner.cancel()
 
     @property
-    def nbytes(self) -> int:
-        """The size of its batch, as the window counts it."""
+    def nbytes(self) -> int | None:
+        """The size of its batch, as the window counts it; None if it is not known yet."""
         return self.record.bytes
 
     @property

@@ -69,15 +69,18 @@ class Statistics:
     Attributes:
         submitted: Chunks submitted.
         delivered: Batches delivered to the consumer.
-        failed: Chunks of which no batch came: their error was raised, or ``on_error="skip"`` has left nothing of them.
+        failed: Chunks of which no batch came: their error was raised, or ``on_error="skip"`` has left nothing of them. A
+            pair of a `PairedLoader` has failed if either half has: from then on, so perhaps after its input was
+            delivered, and whether or not anybody asks for the target.
         retries: How often a chunk was tried again, after it failed or was over its time.
         reloads: How often a chunk was loaded again because a worker process died or was killed over its time: its own
             or another, which ends the whole pool.
         abandoned: Chunks that nobody waits for any more, as the iterator was closed or dropped.
         under_way: Chunks submitted, and neither delivered nor failed nor abandoned.
         peak_under_way: The most that were under way at once.
-        bytes: The size of all batches loaded, as packed.
-        peak_bytes: The most bytes loaded and not yet delivered.
+        bytes: The size of all batches loaded, as packed; both halves of pairs.
+        peak_bytes: The most bytes loaded and not yet delivered; of pairs, those of both halves until the pair is
+            delivered.
         seconds: From ``iter()`` to the end of the epoch, or to now while it goes on; for an executor from its first
             chunk on.
         seconds_starting: Of these, inside ``iter()``: pickling the dataset, starting workers.

@@ -40,9 +40,10 @@ class Target(Future[Any]):
     future itself end that.
     """
 
-    def __init__(self, pairing: "Pairing", batch: BatchFuture) -> None:
+    def __init__(self, pairing: "Pairing", pair: Record, batch: BatchFuture) -> None:
         super().__init__()
         self._pairing = pairing
+        self._pair = pair
         self._batch: BatchFuture | None = batch
         self.record = batch.record
         self._asked_to_cancel = False
@@ -105,7 +106,7 @@ class Target(Future[Any]):
         """Take over what its task has come to."""
         number = future.chunk.number
         if not future.cancelled():
-            self._pairing.note_arrival(future)
+            self._pairing.note_arrival(self._pair, future)
         with suppress(InvalidStateError):  # it was given up meanwhile, in the thread that closes the loader
             if future.cancelled() and self._asked_to_cancel:
                 if super().cancel():
@@ -131,11 +132,14 @@ def _keep(target: Target, future: "Future[Any]") -> None:
     """Do nothing: a done callback that keeps the target alive."""
 
 
-def _take_over(target: "weakref.ref[Target]", then: "_Then", future: BatchFuture) -> None:
+def _take_over(
+    target: "weakref.ref[Target]", pairing: "Pairing", pair: Record, then: "_Then", future: BatchFuture
+) -> None:
     wanted = target()
     if wanted is None:
-        return
-    if future.cancelled():
+        if not future.cancelled():
+            pairing.note_arrival(pair, future)  # loaded all the same
+    elif future.cancelled():
         wanted.complete(future)
     else:
         then(wanted.complete, future)
@@ -158,10 +162,10 @@ class _Then:
 class _Pair(BatchFuture):
     """The future of a pair; its batch's data are the input's and a `Target`, or both halves'."""
 
-    size = 0
+    size: int | None = 0
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int | None:
         return self.size
 
 
@@ -184,7 +188,7 @@ class Pairing:
         self._alignment = alignment
         self._zips = zips
         self._then = _Then(prepare)
-        self._largest = 0  # target, in bytes
+        self._largest: int | None = None  # target, in bytes
         self._handed_out: dict[int, weakref.ref[Target]] = {}  # and not done
         self._over = False
         self.closed = False
@@ -202,7 +206,7 @@ class Pairing:
         if self._zips:
             self._join(pair, halves, futures)
         else:
-            call = partial(self._input_done, pair, halves[1], self._target(futures[1]))
+            call = partial(self._input_done, pair, halves[1], self._target(pair, futures[1]))
             futures[0].add_done_callback(partial(self._then, call))
         return pair
 
@@ -245,15 +249,17 @@ class Pairing:
 
     # -- pool's or preparing thread
 
-    def note_arrival(self, target: BatchFuture) -> None:
-        """Note that a target has come: for its trace, it is delivered."""
+    def note_arrival(self, pair: Record, target: BatchFuture) -> None:
+        """Note that a target has come: for its trace, it is delivered; for the inputs', it is a part of its pair."""
         self._targets.trace.hand_over(target.record, target.error_name)
         self._targets.trace.deliver(target.record)
-        self._largest = max(self._largest, target.record.bytes)
+        self._inputs.trace.join(pair, target.record)
+        self._largest = max(self._largest or 0, target.record.bytes)
 
-    def _target(self, future: BatchFuture) -> Target:
-        target = Target(self, future)
-        future.add_done_callback(partial(_take_over, weakref.ref(target), self._then))
+    def _target(self, pair: _Pair, future: BatchFuture) -> Target:
+        target = Target(self, pair.record, future)
+        self._inputs.trace.expect(pair.record, future.record)
+        future.add_done_callback(partial(_take_over, weakref.ref(target), self, pair.record, self._then))
         return target
 
     def _input_done(self, pair: _Pair, chunk: Chunk, target: Target, future: BatchFuture) -> None:
@@ -269,12 +275,12 @@ class Pairing:
         if rest is not chunk:
             target.cancel()
             try:
-                target = self._target(self._targets.submit(rest, later=True))
+                target = self._target(pair, self._targets.submit(rest, later=True))
             except ClosedError:  # by another thread
                 pair.settle_cancelled()
                 return
-        size = future.record.bytes
-        pair.size = size + (target.record.bytes or self._largest or size)  # of one to come, a guess
+        half = target.record.bytes if target.record.loaded is not None else self._largest  # of one to come, a guess
+        pair.size = None if half is None else future.record.bytes + half
         batch = future.result()
         pair.set_result(dataclasses.replace(batch, data=(batch.data, target)))
 
@@ -297,7 +303,8 @@ class Pairing:
                 return
         lost = {*input.left_out, *target.left_out}
         if not lost:
-            self.note_arrival(target)
+            self._inputs.trace.expect(pair.record, target.record)
+            self.note_arrival(pair.record, target)
             pair.size = input.record.bytes + target.record.bytes
             pair.set_result(Batch(pair.chunk.number, halves[0].indices, (input.result().data, target.result().data)))
             return
@@ -310,6 +317,8 @@ class Pairing:
                 return
             try:
                 is_rest = len(future.left_out) == len(lost)
+                if future is input and not is_rest:
+                    run.trace.void(future.record)  # a pair counts once
                 again.append(_bare(future, is_rest=True) if is_rest else run.submit(rest, later=True))
             except ClosedError:  # by another thread
                 pair.settle_cancelled()

@@ -30,7 +30,21 @@ class Record:
         number: The chunk's number.
     """
 
-    __slots__ = ("bytes", "delivered", "error", "loaded", "number", "requested", "started", "submitted", "worker")
+    __slots__ = (
+        "bytes",
+        "delivered",
+        "error",
+        "half",
+        "half_bytes",
+        "half_failed",
+        "handed_over",
+        "loaded",
+        "number",
+        "requested",
+        "started",
+        "submitted",
+        "worker",
+    )
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -42,6 +56,11 @@ class Record:
         self.delivered: float | None = None
         self.bytes = 0
         self.error: str | None = None
+        self.handed_over = False
+        # Of a pair: the other half, its bytes until the pair is handed over, and whether it has failed before that.
+        self.half: Record | None = None
+        self.half_bytes = 0
+        self.half_failed = False
 
 
 class Trace:
@@ -152,16 +171,45 @@ class Trace:
             error: The class of what comes instead of its batch, or because of which none of it is left.
         """
         with self._lock:
-            record.error = error
+            record.error, record.handed_over = error, True
             for trace in self._chain:
                 if self._ended is None:
-                    trace._bytes_waiting -= record.bytes
+                    trace._bytes_waiting -= record.bytes + record.half_bytes
                 if self._settled and trace is not self:  # closed by another thread, and then delivered all the same
                     trace._abandoned -= 1
-                if error is None:
+                if error is None and not (record.half_failed and trace is self):
                     trace._delivered += 1
                 else:
                     trace._failed += 1
+
+    def expect(self, record: Record, half: Record) -> None:
+        """Note which is the other half of a pair: instead of another one, if that was of a sample that is left out."""
+        with self._lock:
+            for trace in self._chain:
+                if self._ended is None:
+                    trace._bytes_waiting -= record.half_bytes
+            record.half, record.half_bytes, record.half_failed = half, 0, False
+
+    def join(self, record: Record, half: Record) -> None:
+        """Note that the other half of a pair has come: here they count as one, in the executor's trace as two.
+
+        Args:
+            record: The pair's.
+            half: The other half's. In its own trace it was handed over, so that no byte counts twice.
+        """
+        with self._lock:
+            self._bytes += half.bytes
+            if record.half is not half:
+                return
+            if not record.handed_over:
+                record.half_bytes, record.half_failed = half.bytes, half.error is not None
+                for trace in self._chain:
+                    if self._ended is None:
+                        trace._bytes_waiting += half.bytes
+                    trace._peak_bytes = max(trace._peak_bytes, trace._bytes_waiting)
+            elif half.error is not None and record.error is None:
+                self._delivered -= 1
+                self._failed += 1
 
     def deliver(self, record: Record, requested: float | None = None) -> None:
         """Note that the consumer has a chunk's batch, or its error.

@@ -61,7 +61,8 @@ class Window(Generic[Item]):
         self._ends: dict[int, tuple[int, int]] = {}  # by lane: the number that is the first not to come, and the step
         self._ready: deque[tuple[int, Item]] = deque()  # may be delivered, in order of completion
         self._held: list[tuple[int, Item]] = []  # a heap: completed, but too early
-        self._bytes: dict[int, int] = {}  # of what was completed and not yet delivered
+        self._completed: set[int] = set()  # and not yet delivered
+        self._bytes: dict[int, int] = {}  # of these, where known
         self._largest: int | None = None
 
     @property
@@ -100,8 +101,8 @@ class Window(Generic[Item]):
             self._advance()  # over the numbers of lanes that have ended, which nobody submits any more
         return number
 
-    def complete(self, number: int, item: Item, size: int = 0) -> None:
-        """Note that batch ``number`` has arrived, as ``item`` of ``size`` bytes.
+    def complete(self, number: int, item: Item, size: int | None = 0) -> None:
+        """Note that batch ``number`` has arrived, as ``item`` of ``size`` bytes; None: it counts as one still loading.
 
         Raises:
             FifobatchError: It had arrived before, or was never submitted.
@@ -109,8 +110,10 @@ class Window(Generic[Item]):
         if number not in self._loading:
             raise FifobatchError(f"internal error, please report it: batch {number} came twice, or unasked ({self!r})")
         self._loading.remove(number)
-        self._bytes[number] = size
-        self._largest = max(size, self._largest or 0)
+        self._completed.add(number)
+        if size is not None:
+            self._bytes[number] = size
+            self._largest = max(size, self._largest or 0)
         if self._may_go(number):
             self._ready.append((number, item))
         else:
@@ -137,7 +140,8 @@ class Window(Generic[Item]):
         """
         number, item = self._ready.popleft()
         self.delivered += 1
-        del self._bytes[number]
+        self._completed.remove(number)
+        self._bytes.pop(number, None)
         if self.max_skew is not None:
             self._above.add(number)
             self._advance()
@@ -159,13 +163,13 @@ class Window(Generic[Item]):
         Raises:
             FifobatchError: It was not.
         """
-        if self.under_way or self._loading or self._bytes:
+        if self.under_way or self._loading or self._completed:
             raise FifobatchError(f"internal error, please report it: not every batch was delivered ({self!r})")
 
     def __repr__(self) -> str:
         return (
             f"<Window: {self.submitted} submitted, {self.delivered} delivered; loading {sorted(self._loading)}, "
-            f"loaded {sorted(self._bytes)}>"
+            f"loaded {sorted(self._completed)}>"
         )
 
     def _may_go(self, number: int) -> bool:

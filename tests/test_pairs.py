@@ -164,6 +164,42 @@ def test_max_bytes_counts_both_halves(manual):
     pairs.close()
 
 
+def test_the_first_size_of_both_halves_is_awaited_before_more_pairs_are_under_way(manual):
+    arguments = {"batch_size": 1, "window": 10, "executor": manual, "max_bytes": 4000}
+    large = Calls(10, lambda index: torch.zeros(1000, dtype=torch.uint8))
+    pairs = iter(PairedLoader(Calls(10, lambda index: torch.zeros(1)), large, **arguments))
+    for number in (0, 2):  # the inputs
+        assert len(manual.calls) == number + 2
+        manual.complete(number)
+        next(pairs)
+    manual.complete(1)  # a target: so from the next pair on it is known what a pair takes
+    manual.complete(4)
+    next(pairs)
+    assert len(manual.calls) == 12  # three pairs of 1,004 bytes
+    pairs.close()
+
+
+@pytest.mark.parametrize("zips", [False, True])
+def test_statistics_count_the_bytes_of_both_halves(manual, zips):
+    halves = (Calls(2, lambda index, size=size: torch.zeros(size, dtype=torch.uint8)) for size in (10, 1000))
+    loader = PairedLoader(*halves, window=2, executor=manual)
+    pairs = loader.zipped() if zips else iter(loader)
+    for number in (1, 0, 2, 3):  # all before the first is delivered
+        manual.complete(number)
+    assert len(list(pairs)) == 2
+    assert (loader.statistics().bytes, loader.statistics().peak_bytes) == (2020, 2020)
+
+
+def test_a_target_that_comes_after_its_pair_does_not_wait_to_be_delivered(manual):
+    zeros = Calls(1, lambda index: torch.zeros(1000, dtype=torch.uint8))
+    loader = PairedLoader(zeros, zeros, executor=manual)
+    pairs = iter(loader)
+    manual.complete(0)
+    next(pairs)
+    manual.complete(1)
+    assert (loader.statistics().bytes, loader.statistics().peak_bytes) == (2000, 1000)
+
+
 # -- contents ---------------------------------------------------------------------------------------------------------
 
 
@@ -720,6 +756,39 @@ def test_statistics_count_pairs_and_the_timeline_shows_both_halves(num_workers):
     assert sorted(span.number for span in spans) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert all(span.loaded is not None and span.delivered is not None for span in spans)
     assert "PairedLoader(Numbers of 8" in repr(loader)
+
+
+@WORKERS
+def test_a_pair_has_failed_if_its_target_has_whether_or_not_it_is_asked_for(num_workers):
+    loader = PairedLoader(Numbers(4), Numbers(4, bad=(1, 3)), num_workers=num_workers)
+    targets = [target for _, target in loader]
+    concurrent.futures.wait(targets, TIMEOUT)
+    statistics = loader.statistics()
+    assert (statistics.submitted, statistics.delivered, statistics.failed, statistics.under_way) == (4, 2, 2, 0)
+    assert "2 failed" in str(statistics)
+
+
+def test_a_target_that_failed_without_the_sample_that_its_input_lost_has_not_failed(manual):
+    halves = Numbers(2, bad=(1,)), Numbers(2, 100, bad=(1,))
+    loader = PairedLoader(*halves, batch_size=2, executor=manual, on_error="skip")
+    pairs = iter(loader)
+    assert [manual.await_call(), manual.await_call()] == [0, 1]
+    manual.complete(1)
+    manual.complete(0)
+    _, target = next(pairs)
+    manual.complete(manual.await_call())
+    assert target.result().tolist() == [100]
+    assert (loader.statistics().delivered, loader.statistics().failed) == (1, 0)
+
+
+@WORKERS
+def test_a_pair_counts_once_though_both_halves_lose_a_sample(num_workers):
+    halves = Numbers(8, bad=(1, 2)), Numbers(8, 100, bad=(1, 3, 4))
+    loader = PairedLoader(*halves, batch_size=4, on_error="skip", num_workers=num_workers)
+    with silenced():
+        assert check(loader.zipped()) == [0, 5, 6, 7]
+    statistics = loader.statistics()
+    assert (statistics.submitted, statistics.delivered, statistics.failed, statistics.abandoned) == (2, 2, 0, 0)
 
 
 def test_waiting_for_a_target_is_waiting(gate):
