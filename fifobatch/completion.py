@@ -27,13 +27,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-from fifobatch.errors import ClosedError, noted
+from fifobatch.errors import ClosedError, FifobatchError, noted
 from fifobatch.plan import Batch, Chunk, Failure
 from fifobatch.streams import Lanes
 from fifobatch.trace import Record, Trace
 from fifobatch.window import Window
 
-__all__ = ["BatchFuture", "Completions", "Loading", "prepare_first"]
+__all__ = ["BatchFuture", "Completions", "Loading", "check_may_wait", "make_preparer", "prepare_first"]
 
 
 class BatchFuture(Future[Batch[Any]]):
@@ -86,6 +86,14 @@ class BatchFuture(Future[Batch[Any]]):
         self.set_running_or_notify_cancel()
 
 
+class Completing(Protocol):
+    """Who completes the futures."""
+
+    @property
+    def completes_here(self) -> bool:
+        """Whether that happens in this thread."""
+
+
 class Loading(Protocol):
     """Who loads the chunks of one iteration."""
 
@@ -121,7 +129,7 @@ class Completions(Iterator[Any]):
         window: Window[BatchFuture],
         select: Callable[[Batch[Any]], Any],
         trace: Trace,
-        executor: object,
+        executor: Completing,
         prepare: Callable[[Batch[Any]], Batch[Any]] | None = None,
         stacklevel: int = 1,
         failed: Exception | None = None,
@@ -140,7 +148,7 @@ class Completions(Iterator[Any]):
         self._put: Callable[[Any], object] = partial(_put, weakref.ref(self._completed))
         if prepare is not None:
             # Its thread ends with the last reference to it: this iterator's, or that of a batch still to come.
-            preparer = ThreadPoolExecutor(1, thread_name_prefix="fifobatch-prepare")
+            preparer = make_preparer()
             self._put = partial(prepare_first, preparer, prepare, self._put)
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -168,8 +176,10 @@ class Completions(Iterator[Any]):
         Raises:
             ClosedError: The iterator was closed, or belongs to another process.
             Exception: What the user's code raised for this batch; the other batches still come.
+            FifobatchError: It is called in a done callback, in a thread that completes batches.
             StopIteration: Every batch of the plan was yielded.
         """
+        check_may_wait(self._executor)  # before the lock: who holds it may wait for this thread
         with self._lock:
             requested = time.perf_counter()
             try:
@@ -270,6 +280,27 @@ class Completions(Iterator[Any]):
             self._take = None
             self._end()
             self._completed.put(None)
+
+
+_preparing = threading.local()
+
+
+def make_preparer() -> ThreadPoolExecutor:
+    """Return a thread that prepares batches."""
+    return ThreadPoolExecutor(1, "fifobatch-prepare", setattr, (_preparing, "here", True))
+
+
+def check_may_wait(executor: Completing) -> None:
+    """Check that this thread may wait for a batch.
+
+    Raises:
+        FifobatchError: It is one of those that complete them, in a done callback.
+    """
+    if executor.completes_here or getattr(_preparing, "here", False):
+        raise FifobatchError(
+            "called in a done callback, in the thread that would complete it: that would wait for ever. Let the "
+            "callback put what it has into a queue, and wait in a thread of your own"
+        )
 
 
 def prepare_first(

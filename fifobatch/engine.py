@@ -99,6 +99,12 @@ class Engine:
         """Whether it takes more chunks."""
         return self._broken is None and not self._closed and self.pid == os.getpid()
 
+    @property
+    def completes_here(self) -> bool:
+        """Whether this is a thread in which futures are completed: whoever waits for one in it waits for ever."""
+        thread = threading.current_thread()
+        return thread is self._supervisor or any(thread is pool.manager for pool in self.pools)
+
     # -- consumer's thread
 
     def start_run(

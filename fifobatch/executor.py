@@ -98,12 +98,19 @@ class BatchExecutor:
         return self._engine.crew is not None
 
     @property
+    def completes_here(self) -> bool:
+        """Whether this is one of its own threads, which call futures' done callbacks and must not wait for others."""
+        return self._engine.completes_here
+
+    @property
     def usable(self) -> bool:
         """Whether it takes more chunks: it was not shut down, and no executor passed in has broken."""
         return self._engine.usable
 
     def submit(self, plan: BatchPlan, chunk: Chunk) -> "Future[Batch[Any]]":
         """Start loading one chunk of ``plan``; its future's ``chunk`` says which.
+
+        Done callbacks of the future run in the thread that completes all of them, so be brief there.
 
         The dataset is sent to the workers as it is at the first chunk of the plan.
 

@@ -15,13 +15,13 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from fifobatch.alignment import Alignment, say_half
-from fifobatch.completion import BatchFuture, prepare_first
+from fifobatch.completion import BatchFuture, Completing, check_may_wait, make_preparer, prepare_first
 from fifobatch.device import Prepare, arrived
 from fifobatch.errors import ClosedError
 from fifobatch.flight import Run
@@ -47,7 +47,7 @@ class Target(Future[Any]):
         self._batch: BatchFuture | None = batch
         self.record = batch.record
         self._asked_to_cancel = False
-        self._executor: object = None
+        self._executor: Completing | None = None
         self._let_go: Callable[[], object] | None = None
 
     def result(self, timeout: float | None = None) -> Any:
@@ -56,11 +56,13 @@ class Target(Future[Any]):
         Raises:
             CancelledError: It was cancelled.
             ClosedError: Its loader was closed.
+            FifobatchError: It is not done, and this is called in a done callback, in a thread that completes targets.
             TimeoutError: It did not come within ``timeout`` seconds.
             Exception: What the user's code raised for it, as `FifoLoader` raises it.
         """
         if self.done():
             return arrived(super().result())
+        self._check_may_wait()
         requested = time.perf_counter()
         try:
             return arrived(super().result(timeout))
@@ -69,19 +71,37 @@ class Target(Future[Any]):
             self._pairing.waited(self.record, requested)
             del self  # an error's traceback holds this frame
 
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error that it is done with, waiting for it; None if it is done with a batch.
+
+        Raises:
+            CancelledError, FifobatchError, TimeoutError: As `result`.
+        """
+        self._check_may_wait()
+        return super().exception(timeout)
+
+    def _check_may_wait(self) -> None:
+        executor = self._executor
+        if executor is not None and not self.done():
+            check_may_wait(executor)
+
     def cancel(self) -> bool:
         """Cancel, if no worker has it yet."""
         batch, self._asked_to_cancel = self._batch, True
         return self.cancelled() or (batch is not None and batch.cancel())
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        """Have ``fn`` called with this future when it is done; in the pool's thread, so be brief."""
+        """Have ``fn`` called with this future when it is done.
+
+        It is called in the thread that completes all batches and targets of its loader (or here and now, if it is
+        done), so be brief: meanwhile none comes. Waiting there for another is a `FifobatchError`.
+        """
         super().add_done_callback(fn)
         batch = self._batch
         if batch is not None:
             batch.add_done_callback(partial(_keep, self))  # also if the caller drops it
 
-    def hand_out(self, executor: object) -> None:
+    def hand_out(self, executor: Completing) -> None:
         """Note that somebody wants it, until it is done or dropped; and keep the executor alive until then."""
         self._let_go = finalizer = weakref.finalize(self, self._pairing.hand_out(self))
         finalizer.atexit = False
@@ -122,7 +142,7 @@ class Target(Future[Any]):
         self._release()
 
 
-def hand_out(select: Callable[[Batch[Any]], Any], executor: object, batch: Batch[Any]) -> Any:
+def hand_out(select: Callable[[Batch[Any]], Any], executor: Completing, batch: Batch[Any]) -> Any:
     """Return what to yield of a pair; from now on its target is wanted, and keeps the executor until it is done."""
     batch.data[1].hand_out(executor)
     return select(batch)
@@ -150,7 +170,7 @@ class _Then:
 
     def __init__(self, prepare: Prepare | None) -> None:
         self._prepare = prepare
-        self._preparer = None if prepare is None else ThreadPoolExecutor(1, thread_name_prefix="fifobatch-prepare")
+        self._preparer = None if prepare is None else make_preparer()
 
     def __call__(self, call: Callable[[BatchFuture], object], future: BatchFuture) -> None:
         if self._prepare is None or self._preparer is None:

@@ -133,6 +133,11 @@ class WorkerPool:
         return future
 
     @property
+    def manager(self) -> threading.Thread | None:
+        """The thread in which its futures are completed, loky's; None before the first task."""
+        return self._manager
+
+    @property
     def started(self) -> bool:
         """Whether it has had a task."""
         return self._loky is not None

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fifobatch import (
     BatchExecutor,
     ClosedError,
+    FifobatchError,
     FifoLoader,
     PairedLoader,
     PlanError,
@@ -693,6 +694,34 @@ def test_closing_the_loader_ends_targets_in_hand(gate, how, persistent):
         with pytest.raises(ClosedError):
             next(pairs)
     gate.open(2)
+
+
+@pytest.mark.parametrize("device", [None, "meta"])  # with a device, a thread of its own completes them
+def test_waiting_in_a_done_callback_is_an_error_and_no_hang(gate, device):
+    loader = PairedLoader(Numbers(2), Calls(2, hold_back, gate), num_workers=2, window=2, in_order=True, device=device)
+    pairs = iter(loader)
+    (_, first), (_, second) = next(pairs), next(pairs)
+    errors: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def wait(done: Future[Any]) -> None:
+        done.result()
+        other = second if done is first else first
+        for call in (lambda: next(pairs), other.result, other.exception):
+            try:
+                call()
+            except (FifobatchError, StopIteration) as error:
+                errors.put(error)
+
+    first.add_done_callback(wait)
+    second.add_done_callback(wait)
+    gate.open(1)
+    for _ in range(3):
+        assert "called in a done callback, in the thread that would complete it" in str(errors.get(timeout=TIMEOUT))
+    gate.open(1)
+    concurrent.futures.wait([first, second], TIMEOUT)
+    assert first.done()
+    assert second.done()
+    assert next(pairs, None) is None
 
 
 def test_closing_the_loader_ends_targets_in_hand_though_it_shares_its_workers(gate):
