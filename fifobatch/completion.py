@@ -312,8 +312,8 @@ def prepare_first(
     """Have a batch prepared in the preparer's thread, and then ``put``; a done callback."""
     try:
         preparer.submit(_prepare, prepare, put, future)
-    except RuntimeError:  # the interpreter is exiting
-        put(future)
+    except RuntimeError:  # the main thread has ended, and concurrent.futures with it; somebody else still iterates
+        _prepare(prepare, put, future)
 
 
 def _prepare(

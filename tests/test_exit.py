@@ -244,3 +244,41 @@ threading.Thread(target=read, args=("thread", other)).start()
 """
     finished = run_script(HEAD + source)
     assert finished == (0, "thread 49\nexit function 49\n", "")
+
+
+def test_threads_may_load_pairs_and_have_batches_prepared_when_the_main_thread_has_ended(
+    run_script: Callable[..., Finished],
+) -> None:
+    source = """
+from fifobatch import PairedLoader
+
+def read():
+    threading.main_thread().join()
+    print({batch.device.type for batch in load(device="meta")})
+    pairs = list(PairedLoader(range(8), range(8), num_workers=2, device="meta"))
+    print([target.result().device.type for x, target in pairs] == ["meta"] * 8)
+
+threading.Thread(target=read).start()
+"""
+    assert run_script(HEAD + source) == (0, "{'meta'}\nTrue\n", "")
+
+
+def test_in_a_child_of_multiprocessing_loading_ends_with_the_main_thread(run_script: Callable[..., Finished]) -> None:
+    source = """
+import multiprocessing
+
+def main():
+    iterator = block()
+    def read():
+        try:
+            next(iterator)
+        except ClosedError:
+            print("closed", flush=True)
+    threading.Thread(target=read).start()
+
+child = multiprocessing.get_context("fork").Process(target=main)
+child.start()
+child.join()
+print(child.exitcode)
+"""
+    assert run_script(HEAD + source) == (0, "closed\n0\n", "")
