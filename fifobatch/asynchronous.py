@@ -40,6 +40,7 @@ class AsyncBatches(AsyncIterator[Any]):
         self._start: Callable[[], _Epoch] | None = start
         self._epoch: _Epoch | None = None
         self._closed = False
+        self._why = "this iterator was closed; start a new one with aiter(loader)"
         # It ends with this iterator, or, if it waits for a batch then, when that comes.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fifobatch-async")
 
@@ -59,10 +60,19 @@ class AsyncBatches(AsyncIterator[Any]):
                 self._epoch.warn_at_end()
             raise StopAsyncIteration
         except asyncio.CancelledError:
+            if not self._closed:
+                self._why = (
+                    "a wait for a batch was cancelled (asyncio.wait_for does so at its timeout), which closes the "
+                    "iterator; start a new one with aiter(loader), or wait for asyncio.shield(task) with a timeout"
+                )
             self.close()
             raise
         finally:
             del self  # an error's traceback holds this frame, and would keep the iterator and its workers
+
+    async def aclose(self) -> None:
+        """Do what `close` does, for ``contextlib.aclosing``."""
+        self.close()
 
     def close(self) -> None:
         """Give up what is under way. Idempotent."""
@@ -72,18 +82,22 @@ class AsyncBatches(AsyncIterator[Any]):
 
     def _advance(self) -> Any:
         try:
-            if self._epoch is None and self._closed:
-                raise ClosedError("this iterator was closed; start a new one with aiter(loader)")
+            self._check_open()
             if self._epoch is None and self._start is not None:
                 start, self._start = self._start, None
                 self._epoch = start()
                 self._epoch.quiet = True
+                self._check_open()  # it may have been closed meanwhile
             if self._epoch is None:  # it could not be started
                 return _END
-            if self._closed:
-                self._epoch.close()
             return next(self._epoch)
         except StopIteration:
             return _END
         finally:
             del self  # likewise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            if self._epoch is not None:
+                self._epoch.close()
+            raise ClosedError(self._why)

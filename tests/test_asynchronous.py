@@ -1,6 +1,7 @@
 """``async for`` over loaders: the event loop is never blocked, and what is cancelled leaves nothing."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -139,6 +140,29 @@ def test_cancelling_closes_the_iterator():
             await waiting
         with pytest.raises(ClosedError):
             next(iterator)
+
+    run(main)
+
+
+def test_after_a_timeout_the_error_says_that_it_has_closed_the_epoch():
+    async def main() -> None:
+        batches = aiter(FifoLoader(range(8), window=2, executor=Manual(2)))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(batches), 0.01)
+        for _ in range(2):
+            with pytest.raises(ClosedError, match=r"a wait for a batch was cancelled .* closes the iterator"):
+                await anext(batches)
+
+    run(main)
+
+
+def test_it_can_be_closed_by_a_with_block():
+    async def main() -> None:
+        async with contextlib.aclosing(aiter(FifoLoader(range(8), num_workers=2))) as batches:
+            async for _ in batches:
+                break
+        with pytest.raises(ClosedError, match="this iterator was closed"):
+            await anext(batches)
 
     run(main)
 
