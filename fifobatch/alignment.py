@@ -9,14 +9,14 @@ from concurrent.futures import Future
 from operator import index as as_int
 from typing import Any, NamedTuple
 
-from fifobatch.attempt import NO_POLICY, Policy
+from fifobatch.attempt import NO_POLICY, Policy, brief
 from fifobatch.device import Prepare
 from fifobatch.errors import PlanError
 from fifobatch.inprocess import InProcess
-from fifobatch.plan import Batch, BatchPlan, Chunk, chunk_seed
+from fifobatch.plan import Batch, BatchPlan, Chunk, Failure, chunk_seed
 from fifobatch.trace import Record
 
-__all__ = ["Alignment", "InProcessPairs", "say_half"]
+__all__ = ["Alignment", "InProcessPairs", "both_failed", "say_half"]
 
 TARGET_STREAM = -2  # of a chunk's seed
 
@@ -76,6 +76,11 @@ def say_half(error: Exception, half: str, number: int | None = None) -> Exceptio
     return error
 
 
+def both_failed(inputs: Failure, target: Failure) -> None:
+    """Say of a sample that is left out that both halves of it have failed: it is one sample."""
+    inputs.error.add_note(f"Its target has failed, too: {brief(target.error)}.")
+
+
 class InProcessPairs(InProcess):
     """Load pairs when they are asked for, in this process: targets are done when they are handed out.
 
@@ -120,7 +125,7 @@ class InProcessPairs(InProcess):
             target_chunk = rest
         target: Future[Any] = Future()
         try:
-            loaded = self._load_target(target_chunk, record)
+            loaded = self._load_target(target_chunk, record, {})
             assert loaded is not None
             target.set_result(loaded.data)
         except Exception as error:  # what the user's code raises for the target is its future's
@@ -137,11 +142,14 @@ class InProcessPairs(InProcess):
         halves: list[Batch[Any] | None] = [None, None]
         while rest is not None and target_rest is not None:
             lost: list[set[int]] = [set(), set()]
+            failed: dict[int, Failure] = {}  # inputs, by position
             if halves[0] is None:
+                known = len(self.trace.failures)
                 halves[0] = self._load_input(rest, record)
+                failed = dict(zip(self.left_out, self.trace.failures[known:]))
                 lost[0] = set(self.left_out)
             if halves[1] is None:
-                halves[1] = self._load_target(target_rest, record)
+                halves[1] = self._load_target(target_rest, record, failed)
                 lost[1] = set(self._targets.left_out)
             if not (lost[0] or lost[1]):
                 assert halves[0] is not None
@@ -163,7 +171,7 @@ class InProcessPairs(InProcess):
             for failure in self.trace.failures[known:]:
                 say_half(failure.error, "input", chunk.number)
 
-    def _load_target(self, chunk: Chunk, pair: Record) -> Batch[Any] | None:
+    def _load_target(self, chunk: Chunk, pair: Record, failed_inputs: dict[int, Failure]) -> Batch[Any] | None:
         trace, record = self._targets.trace, Record(chunk.number)
         known = len(trace.failures)
         trace.submit(record)
@@ -177,9 +185,12 @@ class InProcessPairs(InProcess):
             say_half(error, "target", chunk.number)
             raise
         finally:
-            for failure in trace.failures[known:]:
+            for position, failure in zip(self._targets.left_out, trace.failures[known:]):
                 say_half(failure.error, "target", chunk.number)
-                self.trace.failures.append(failure)
+                if position in failed_inputs:
+                    both_failed(failed_inputs[position], failure)
+                else:
+                    self.trace.failures.append(failure)
             trace.hand_over(record, failed)
             trace.deliver(record)
             if failed is not None:

@@ -20,12 +20,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from fifobatch.alignment import Alignment, say_half
+from fifobatch.alignment import Alignment, both_failed, say_half
 from fifobatch.completion import BatchFuture, Completing, check_may_wait, make_preparer, prepare_first
 from fifobatch.device import Prepare, arrived
 from fifobatch.errors import ClosedError
 from fifobatch.flight import Run
-from fifobatch.plan import Batch, Chunk
+from fifobatch.plan import Batch, Chunk, Failure
 from fifobatch.trace import Record
 
 __all__ = ["Pairing", "Target", "hand_out"]
@@ -284,7 +284,7 @@ class Pairing:
 
     def _input_done(self, pair: _Pair, chunk: Chunk, target: Target, future: BatchFuture) -> None:
         """Complete a pair, or give its target up; a failed sample is left out of both."""
-        _note_failures(pair, future, "input")
+        _note_failures(pair, future, "input", {})
         error = None if future.cancelled() else future.exception()
         rest = self._alignment.without(chunk, future.left_out) if future.left_out else chunk
         if future.cancelled() or error is not None or rest is None:
@@ -317,7 +317,7 @@ class Pairing:
     def _both_done(self, pair: _Pair, halves: tuple[Chunk, Chunk], input: BatchFuture, target: BatchFuture) -> None:
         pair.record = input.record
         for future, half in ((input, "input"), (target, "target")):
-            _note_failures(pair, future, half)
+            _note_failures(pair, future, half, dict(zip(input.left_out, input.failures)))
             if future.cancelled() or future.exception() is not None:
                 _settle(pair, future, half)
                 return
@@ -348,10 +348,13 @@ class Pairing:
         self._join(pair, (rests[0], rests[1]), (again[0], again[1]))
 
 
-def _note_failures(pair: _Pair, future: BatchFuture, half: str) -> None:
-    for failure in future.failures:
+def _note_failures(pair: _Pair, future: BatchFuture, half: str, failed_inputs: dict[int, Failure]) -> None:
+    for position, failure in zip(future.left_out, future.failures):
         say_half(failure.error, half, pair.chunk.number)
-    pair.failures += future.failures
+        if half == "target" and position in failed_inputs:
+            both_failed(failed_inputs[position], failure)
+        else:
+            pair.failures.append(failure)
 
 
 def _settle(pair: BatchFuture, future: BatchFuture, half: str) -> None:

@@ -481,6 +481,17 @@ def test_zipped_leaves_a_sample_out_of_both(num_workers):
         assert {failure.index for failure in loader.failures} == {*halves[0].bad, *halves[1].bad}
 
 
+@WORKERS
+def test_a_sample_that_fails_in_both_halves_is_one(num_workers):
+    halves = Numbers(4, bad=(0, 1)), Numbers(4, 100, bad=(1, 3))
+    loader = PairedLoader(*halves, batch_size=4, on_error="skip", num_workers=num_workers)
+    with pytest.warns(UserWarning, match="left out of this epoch: 3 samples"):
+        assert check(loader.zipped()) == [2]
+    assert sorted(failure.index for failure in loader.failures) == [0, 1, 3]
+    [both] = [failure for failure in loader.failures if failure.index == 1]
+    assert both.error.__notes__[-2:] == ["It is the input of pair 0.", "Its target has failed, too: KeyError(1)."]
+
+
 def test_a_target_that_is_done_is_loaded_again_without_what_its_input_lost(manual):
     loader = PairedLoader(Numbers(2, bad=(1,)), Numbers(2, 100), batch_size=2, executor=manual, on_error="skip")
     pairs = iter(loader)
