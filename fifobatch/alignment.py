@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fifobatch.attempt import NO_POLICY, Policy, brief
 from fifobatch.device import Prepare
-from fifobatch.errors import PlanError
+from fifobatch.errors import ChunkTimeoutError, PlanError, WorkerDiedError
 from fifobatch.inprocess import InProcess
 from fifobatch.plan import Batch, BatchPlan, Chunk, Failure, chunk_seed
 from fifobatch.trace import Record
@@ -69,10 +69,15 @@ class Alignment(NamedTuple):
 
 
 def say_half(error: Exception, half: str, number: int | None = None) -> Exception:
-    """Return ``error`` with a note that says of which half it is: of pair ``number``, or of all."""
+    """Return ``error`` with a note that says of which half it is: of pair ``number``, or of all.
+
+    A message of ours that names a sample says so itself: it could be a sample of either dataset.
+    """
     note = f"It is of the {half}s of a PairedLoader." if number is None else f"It is the {half} of pair {number}."
     if note not in getattr(error, "__notes__", ()):  # several samples may have one error
         error.add_note(note)
+        if number is not None and isinstance(error, ChunkTimeoutError | WorkerDiedError):
+            error.args = (f"{half} of pair {number}: {error}",)
     return error
 
 

@@ -17,6 +17,7 @@ from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_
 
 from fifobatch.arena import Room
 from fifobatch.attempt import COLLATING, LISTING, NO_POLICY, Attempt, Policy, brief, named
+from fifobatch.errors import PlanError
 from fifobatch.pickling import IN_BAND_BYTES
 from fifobatch.plan import Items
 
@@ -113,7 +114,11 @@ def collated(
     try:
         return _collate(plan, samples, room)
     except BaseException as error:  # whatever it is, it gets its place and goes on
-        attempt.fail(None, error, f"collate_fn, {chunk()}{_unequal(samples, indices)}")
+        where = f"collate_fn, {chunk()}{_unequal(samples, indices)}"
+        if plan.collates and len(samples) == 0:  # so there is none to leave out
+            attempt.recovers(error)
+            raise attempt.located(error, where) from None
+        attempt.fail(None, error, where)
         return NOTHING
 
 
@@ -194,6 +199,11 @@ def _only(samples: Any) -> Any:
 
 
 def _collate(plan: Payload, samples: Any, room: Room | None) -> Any:
+    if plan.collates and plan.collate_fn is default_collate and len(samples) == 0:
+        raise PlanError(
+            "the batch sampler has yielded an empty batch, of which torch's default collate_fn makes nothing. Leave it "
+            "out there, or give a collate_fn that takes an empty list"
+        )
     if plan.collate_fn is not default_collate or room is None:
         return plan.collate_fn(samples)
     return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: partial(_stack, room)})

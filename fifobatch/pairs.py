@@ -5,6 +5,7 @@ halves are aligned by construction: there is no second sampler whose seed would 
 """
 
 import copy
+import inspect
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -69,8 +70,8 @@ class PairedLoader(FifoLoader[Any]):
         arguments: Those of `FifoLoader`, by name, for both halves.
 
     Raises:
-        PlanError: The datasets have different lengths, or one is an ``IterableDataset``.
-        TypeError, ValueError: As `FifoLoader`.
+        PlanError: The datasets have different lengths, or one has no indices, as an ``IterableDataset``.
+        TypeError, ValueError: As `FifoLoader`; there is no ``split``.
     """
 
     _frames = 1
@@ -84,13 +85,9 @@ class PairedLoader(FifoLoader[Any]):
         share_randomness: bool = False,
         **arguments: Any,
     ) -> None:
+        _check_arguments(arguments)
         for name, dataset in (("inputs", inputs), ("targets", targets)):
-            if isinstance(dataset, IterableDataset):
-                raise PlanError(
-                    f"{name}={type(dataset).__name__}(...) is an IterableDataset, which has no indices to align by. "
-                    "Zip the two streams inside one IterableDataset that yields (input, target), or give datasets "
-                    "with __getitem__ and __len__"
-                )
+            _check_dataset(name, dataset)
         self.targets = targets
         self.cycle_targets = cycle_targets
         self.share_randomness = share_randomness
@@ -195,6 +192,36 @@ class PairedLoader(FifoLoader[Any]):
 
 class _Owner:
     """Stands for the targets' half of a loader, which may be the same dataset as its inputs."""
+
+
+def _check_arguments(arguments: dict[str, Any]) -> None:
+    """Check that these are arguments of `FifoLoader` that go with pairs.
+
+    Raises:
+        TypeError: They are not.
+    """
+    known = {*inspect.signature(FifoLoader.__init__).parameters} - {"self", "dataset"}
+    for name in arguments:
+        if name == "split":
+            raise TypeError("PairedLoader() takes no split=: it is about streams, which have no indices to align by")
+        if name not in known:
+            raise TypeError(f"PairedLoader() got an unexpected keyword argument {name!r}")
+
+
+def _check_dataset(name: str, dataset: Any) -> None:
+    """Check that a dataset is one with indices.
+
+    Raises:
+        PlanError: It is not.
+    """
+    cls = type(dataset)
+    if isinstance(dataset, IterableDataset):
+        raise PlanError(
+            f"{name}={cls.__name__}(...) is an IterableDataset, which has no indices to align by. Zip the two streams "
+            "inside one IterableDataset that yields (input, target), or give datasets with __getitem__ and __len__"
+        )
+    if not (hasattr(cls, "__getitem__") or hasattr(cls, "__getitems__")):
+        raise PlanError(f"{name}={cls.__name__}(...) has no __getitem__: give a dataset, or a list of the samples")
 
 
 def _check_lengths(inputs: Any, targets: Any, cycle_targets: bool) -> tuple[int, int] | None:

@@ -11,7 +11,16 @@ from fifobatch.measures import Statistics
 __all__ = ["describe_dataset", "html_table", "line"]
 
 # Shown where they are not the default.
-FLAGS = ("pin_memory", "drop_last", "timeout", "persistent_workers", "in_order", "progress")
+FLAGS = (
+    "pin_memory",
+    "drop_last",
+    "timeout",
+    "persistent_workers",
+    "in_order",
+    "progress",
+    "cycle_targets",
+    "share_randomness",
+)
 OPTIONS = ("worker_init_fn", "generator", "max_skew", "max_bytes", "executor", "device")
 ERRORS = {"retries": 0, "retry_on": Exception, "on_error": "raise"}
 
@@ -36,7 +45,8 @@ def _shown(value: object) -> str:
 def _arguments(loader: DataLoader[Any], window: int) -> dict[str, str]:
     """Return the arguments worth showing: the main ones, and those that are not the defaults."""
     arguments = {"batch_size": loader.batch_size, "num_workers": loader.num_workers, "window": window}
-    shown = {name: _shown(value) for name, value in arguments.items()}
+    shown = {"targets": describe_dataset(loader.targets)} if hasattr(loader, "targets") else {}
+    shown |= {name: _shown(value) for name, value in arguments.items()}
     if loader.batch_size is None and loader.batch_sampler is not None:
         shown["batch_sampler"] = _shown(loader.batch_sampler)
     elif not isinstance(loader.sampler, SequentialSampler):
@@ -44,7 +54,7 @@ def _arguments(loader: DataLoader[Any], window: int) -> dict[str, str]:
     collates = default_convert if loader.batch_sampler is None else default_collate
     defaults: dict[str, Any] = {"collate_fn": collates} | dict.fromkeys(FLAGS, False) | dict.fromkeys(OPTIONS) | ERRORS
     for name, default in defaults.items():
-        value = getattr(loader, name)
+        value = getattr(loader, name, default)  # some are a `PairedLoader`'s only
         if value != default:
             shown[name] = _shown(value)
     return shown

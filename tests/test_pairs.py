@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fifobatch import (
     BatchExecutor,
+    ChunkTimeoutError,
     ClosedError,
     FifobatchError,
     FifoLoader,
@@ -400,11 +401,15 @@ def test_streams_are_refused_with_advice():
         PairedLoader(Numbers(3), Stream())
     with pytest.raises(PlanError, match="inputs=Stream"):
         PairedLoader(Stream(), Stream())
+    with pytest.raises(PlanError, match=r"inputs=generator\(...\) has no __getitem__"):
+        PairedLoader((index for index in range(3)), Numbers(3))
 
 
 def test_arguments_are_those_of_the_loader():
-    with pytest.raises(TypeError, match="batchsize"):
+    with pytest.raises(TypeError, match=r"PairedLoader\(\) got an unexpected keyword argument 'batchsize'"):
         PairedLoader(Numbers(3), Numbers(3), batchsize=2)
+    with pytest.raises(TypeError, match=r"PairedLoader\(\) takes no split="):
+        PairedLoader(Numbers(3), Numbers(3), split="stride")
     with pytest.warns(UserWarning, match="num_workers=1000 is more than two a core") as caught:
         PairedLoader(Numbers(3), Numbers(3), num_workers=1000)
     assert caught[0].filename == __file__
@@ -601,9 +606,18 @@ def test_a_consumer_that_waits_for_a_target_gets_it_though_its_worker_dies(gate)
 
 def test_a_target_that_kills_is_named():
     _, target = next(iter(PairedLoader(Numbers(1), Calls(1, lambda index: die()), num_workers=1)))
-    with pytest.raises(WorkerDiedError, match=r"dataset\[0\]") as caught:
+    with pytest.raises(WorkerDiedError, match=r"^target of pair 0: dataset\[0\] ended its worker") as caught:
         target.result()
     assert caught.value.__notes__[-1] == "It is the target of pair 0."
+
+
+def test_a_sample_that_hangs_is_named_with_its_half(gate):
+    hanging = Calls(1, hold_back, gate)
+    _, target = next(iter(PairedLoader(Numbers(1), hanging, num_workers=1, timeout=0.1)))
+    with pytest.raises(ChunkTimeoutError, match=r"^target of pair 0: dataset\[0\] is not done"):
+        target.result(TIMEOUT)
+    with pytest.raises(ChunkTimeoutError, match=r"^input of pair 0: dataset\[0\] is not done"):
+        next(iter(PairedLoader(hanging, Numbers(1), num_workers=1, timeout=0.1)))
 
 
 def test_what_would_end_a_loop_comes_as_an_error_of_the_target():
@@ -795,7 +809,8 @@ def test_statistics_count_pairs_and_the_timeline_shows_both_halves(num_workers):
     spans = loader.timeline()
     assert sorted(span.number for span in spans) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert all(span.loaded is not None and span.delivered is not None for span in spans)
-    assert "PairedLoader(Numbers of 8" in repr(loader)
+    assert "PairedLoader(Numbers of 8, targets=Numbers of 8, batch_size=2" in repr(loader)
+    assert "<th style='text-align:left'>targets</th>" in loader._repr_html_()
 
 
 @WORKERS

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from probes import Announcing, Calls
+from probes import Announcing, Calls, drain
 
-from fifobatch import FifoLoader
+from fifobatch import FifoLoader, PlanError
 
 
 class Flaky:
@@ -33,6 +33,19 @@ class Flaky:
 
 def failures(loader: FifoLoader[Any]) -> list[tuple[Any, int, type, int]]:
     return [(failure.index, failure.chunk, type(failure.error), failure.attempts) for failure in loader.failures]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_an_empty_batch_is_an_error_that_says_so(num_workers: int, on_error: str) -> None:
+    arguments: dict[str, Any] = {"batch_sampler": [[1], [], [2]], "num_workers": num_workers, "on_error": on_error}
+    batches, errors = drain(iter(FifoLoader(range(3), **arguments)))
+    assert [batch.tolist() for batch in batches] == [[1], [2]]
+    [error] = errors
+    assert isinstance(error, PlanError)
+    assert "the batch sampler has yielded an empty batch" in str(error)
+    assert "collate_fn, chunk 1 (indices [])" in error.__notes__[0]
+    assert drain(iter(FifoLoader(range(3), collate_fn=list, **arguments))) == ([[1], [], [2]], [])
 
 
 def test_a_chunk_that_fails_is_tried_again_later_and_the_others_come_meanwhile() -> None:
