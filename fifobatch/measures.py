@@ -69,8 +69,8 @@ class Statistics:
     Attributes:
         submitted: Chunks submitted.
         delivered: Batches delivered to the consumer.
-        failed: Chunks of which no batch came: their error was raised, or ``on_error="skip"`` has left nothing of them. A
-            pair of a `PairedLoader` has failed if either half has: from then on, so perhaps after its input was
+        failed: Chunks of which no batch came: their error was raised, or ``on_error="skip"`` has left nothing of them.
+            A pair of a `PairedLoader` has failed if either half has: from then on, so perhaps after its input was
             delivered, and whether or not anybody asks for the target.
         retries: How often a chunk was tried again, after it failed or was over its time.
         reloads: How often a chunk was loaded again because a worker process died or was killed over its time: its own

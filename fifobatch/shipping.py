@@ -147,7 +147,7 @@ class Shipments:
 
 
 def pickle_task(sent: Any, left_out: tuple[int, ...], seeds: tuple[int, ...] | None) -> Pickled:
-    """Pickle what is sent of a chunk, whatever it is, the positions of those that are not to be loaded, and their seeds.
+    """Pickle what is sent of a chunk, whatever it is; which positions of it are not to be loaded; and the seeds.
 
     Raises:
         Exception: What pickling the user's objects raises.
