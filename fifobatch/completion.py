@@ -310,25 +310,37 @@ def prepare_first(
     future: BatchFuture,
 ) -> None:
     """Have a batch prepared in the preparer's thread, and then ``put``; a done callback."""
+    arguments = [(prepare, put, future)]
     try:
-        preparer.submit(_prepare, prepare, put, future)
+        preparer.submit(_prepare, arguments)
     except RuntimeError:  # the main thread has ended, and concurrent.futures with it; somebody else still iterates
-        _prepare(prepare, put, future)
+        _prepare(arguments)
 
 
-def _prepare(
-    prepare: Callable[[Batch[Any]], Batch[Any]], put: Callable[[BatchFuture], object], future: BatchFuture
-) -> None:
+def _prepare(arguments: list[tuple[Any, Any, BatchFuture]]) -> None:
+    # An error's traceback holds the frames of this thread, and with them what they hold. So that the batch's error does
+    # not keep its iterator, and this thread for ever: the list that concurrent.futures has is emptied, and so are ours.
+    prepare, put, future = arguments.pop()
     if not future.cancelled() and future.exception() is None and not (future.is_empty or future.is_void):
-        prepared = BatchFuture(future.chunk)
-        prepared.record, prepared.failures, prepared.left_out = future.record, future.failures, future.left_out
-        prepared.is_last, prepared.is_cut, prepared.has_looked = future.is_last, future.is_cut, future.has_looked
-        try:
-            prepared.set_result(prepare(future.result()))
-        except Exception as error:  # what the user's own pin_memory() raises, or no memory: this batch's error
-            prepared.set_exception(error)
-        future = prepared
-    put(future)
+        future = _prepared(prepare, future)
+    try:
+        put(future)
+    finally:
+        del prepare, put, future
+
+
+def _prepared(prepare: Callable[[Batch[Any]], Batch[Any]], future: BatchFuture) -> BatchFuture:
+    prepared = BatchFuture(future.chunk)
+    prepared.record, prepared.failures, prepared.left_out = future.record, future.failures, future.left_out
+    prepared.is_last, prepared.is_cut, prepared.has_looked = future.is_last, future.is_cut, future.has_looked
+    try:
+        prepared.set_result(prepare(future.result()))
+    except Exception as error:  # what the user's own pin_memory() raises, or no memory: this batch's error
+        prepared.set_exception(error)
+    try:
+        return prepared
+    finally:
+        del prepare, future, prepared
 
 
 def _put(completed: "weakref.ref[queue.SimpleQueue[Any]]", future: "Future[Batch[Any]]") -> None:

@@ -27,14 +27,21 @@ class InProcess(Iterator[Any]):
         plan: What to load.
         select: What to yield of a batch.
         policy: What becomes of chunks that fail.
+        stride: Whether a stream is seeded item by item, as the lanes of a stride are.
     """
 
     under_way = 0
 
-    def __init__(self, plan: BatchPlan, select: Callable[[Batch[Any]], Any], policy: Policy = NO_POLICY) -> None:
+    def __init__(
+        self,
+        plan: BatchPlan,
+        select: Callable[[Batch[Any]], Any],
+        policy: Policy = NO_POLICY,
+        stride: bool = False,
+    ) -> None:
         self.trace = Trace(Trace())
         self._select = select
-        stream = StreamOptions(plan.batch_size, plan.drop_last, False) if plan.is_stream else None
+        stream = StreamOptions(plan.batch_size, plan.drop_last, stride) if plan.is_stream else None
         self._payload = Payload(plan.dataset, plan.collate_fn, plan.collates, None, 0, policy, stream)
 
         def seed(number: int) -> int:

@@ -262,7 +262,7 @@ class Lane:
     @property
     def _whole(self) -> str:
         """What items are counted in."""
-        return f"the stream, read by {self}" if self._stream.stride else str(self)
+        return f"the stream, read by {self}" if self._stream.stride and self._plan.num_workers else str(self)
 
     def __str__(self) -> str:
         return f"lane {self._number} of {self._plan.num_workers}" if self._plan.num_workers else "the stream"

@@ -279,8 +279,8 @@ class FifoLoader(DataLoader[T_co]):
         return batches, executor
 
     def _load_here(self, plan: BatchPlan, select: Callable[[Batch[Any]], Any], transfer: Transfer) -> InProcess:
-        do = transfer.at_once
-        return InProcess(plan, select if do is None else lambda batch: select(do(batch)), self._policy)
+        do, stride = transfer.at_once, self.split == "stride"
+        return InProcess(plan, select if do is None else lambda batch: select(do(batch)), self._policy, stride)
 
     def _load_there(
         self, executor: BatchExecutor, plan: BatchPlan, select: Callable[[Batch[Any]], Any], transfer: Transfer

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data.datapipes.datapipe import _DataPipeSerializationWrapper
 
 from fifobatch.errors import PlanError, raisable
 
@@ -199,6 +200,8 @@ class BatchPlan(Iterable[Chunk]):
 
     def _fill(self, loader: DataLoader[Any], seed: int, epoch: int) -> None:
         self.dataset = loader.dataset
+        if isinstance(loader.dataset, _DataPipeSerializationWrapper):  # torch pickles data pipes in a way of its own
+            self.dataset = loader.dataset._datapipe  # type: ignore[attr-defined]
         self.collate_fn: Callable[[Any], Any] = loader.collate_fn
         self.collates = loader.batch_sampler is not None  # False: single samples, as ``batch_size=None`` asks
         self.is_stream = isinstance(loader.dataset, IterableDataset)

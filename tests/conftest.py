@@ -257,6 +257,10 @@ def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     await_end(list(_workers() - workers))
     if _arenas() > arenas:
         gc.collect()
+        for thread in threading.enumerate():
+            if thread.name.startswith("fifobatch-prepare"):  # it may be at its last batch
+                thread.join(10.0)
+        gc.collect()
     assert _arenas() <= arenas, "an arena is left"
 
 

@@ -809,6 +809,21 @@ def test_the_thread_that_pins_ends_with_its_iterator(accelerated: list[int]):
     assert not thread.is_alive()
 
 
+def test_an_error_of_pinning_does_not_keep_the_thread(accelerated: list[int]):
+    gc.disable()
+    try:
+        loader = FifoLoader(range(8), batch_size=4, collate_fn=Pinnable, num_workers=1, pin_memory=True, in_order=True)
+        batches = iter(loader)
+        with pytest.raises(ValueError, match="cannot pin a three"):
+            next(batches)
+        (thread,) = (thread for thread in threading.enumerate() if thread.name.startswith("fifobatch-prepare"))
+        del batches
+        thread.join(TIMEOUT)
+        assert not thread.is_alive()
+    finally:
+        gc.enable()
+
+
 def test_max_bytes_bounds_what_is_under_way():
     manual = ManualExecutor()
     samples = [torch.zeros(100 * (1 + (index == 5)), dtype=torch.uint8) for index in range(20)]
