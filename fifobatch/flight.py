@@ -260,16 +260,19 @@ class Flight:
         return None if len(self.left_out) < len(self._indices) else self.without([], None, attempts)
 
     def of_lane(
-        self, share: tuple[Any, range, bool, bool], failed: Iterable[tuple[tuple[int, ...] | None, Exception]]
+        self,
+        share: tuple[Any, tuple[int, int, int], bool, bool],
+        failed: Iterable[tuple[tuple[int, ...] | None, Exception]],
     ) -> Batch[Any]:
         """Return the batch of a stream.
 
         Args:
-            share: What the worker says: a `lane.Share`.
+            share: What the worker says: a `lane.Share`, plain.
             failed: The items that were left out (None for those of the batch), and their errors. A single one is of the
                 stream itself, and the last.
         """
-        data, indices, is_last, has_looked = share
+        data, bounds, is_last, has_looked = share
+        indices = range(*bounds)
         number, future = self.future.chunk.number, self.future
         if indices:
             self.run.delivered[self.lane] = max(self.run.delivered[self.lane], number // self.run.lanes + 1)

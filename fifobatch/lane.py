@@ -36,6 +36,11 @@ class Share(NamedTuple):
     is_last: bool
     has_looked: bool
 
+    @property
+    def plain(self) -> tuple[Any, tuple[int, int, int], bool, bool]:
+        """The same without a ``range``, which takes as long to pickle as a small batch."""
+        return self.data, (self.indices.start, self.indices.stop, self.indices.step), self.is_last, self.has_looked
+
 
 class WatchedInfo(torch.utils.data._utils.worker.WorkerInfo):
     """A lane's worker info, which notes whether anybody looks at it.

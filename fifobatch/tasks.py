@@ -104,7 +104,7 @@ class Task(NamedTuple):
 #
 #     batch       the batch
 #     partial     (what is left of it, what was left out)
-#     share       of a stream: (a `lane.Share`, what was left out)
+#     share       of a stream: (a `lane.Share`, plain; what was left out)
 #     error       its Report
 #     last error  likewise, of a stream whose lane is over with it
 #     again       None: it failed, and is to be tried again

@@ -246,7 +246,7 @@ def load(data: bytes) -> Answer:
         _end_if_forked(worker, error)
         if plan is None and task.stream:  # without its dataset the lane is over
             if worker.over == task.stream:
-                return answer("share", dumps((Share(None, range(0), True, True), [])))
+                return answer("share", dumps((Share(None, range(0), True, True).plain, [])))
             worker.over = task.stream
         where = f"packing {batch_named(task.number, indices)}"
         told = located_report(error, f"preparing chunk {task.number}" if kind is None else where)
@@ -318,10 +318,10 @@ def _load_share(worker: _Worker, task: Task, plan: Payload, attempt: Attempt, ro
     if share.data is NOTHING:
         share = share._replace(data=None)
     try:
-        return "share", dumps((tuple(share), reports(attempt)), to_parent=True)
+        return "share", dumps((share.plain, reports(attempt)), to_parent=True)
     except BaseException as error:  # as above
         attempt.fail(None, error, f"packing batch {task.number} of {lane}")
-        return "share", dumps((tuple(share._replace(data=None)), reports(attempt)), to_parent=True)
+        return "share", dumps((share._replace(data=None).plain, reports(attempt)), to_parent=True)
 
 
 def close_stream(stream: int) -> None:
