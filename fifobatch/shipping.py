@@ -152,7 +152,7 @@ def pickle_task(sent: Any, left_out: tuple[int, ...], seeds: tuple[int, ...] | N
     Raises:
         Exception: What pickling the user's objects raises.
     """
-    if type(sent) is list and all(type(index) is int for index in sent):
+    if sent is None or (type(sent) is list and all(type(index) is int for index in sent)):
         # cloudpickle takes ten times longer to find nothing to do
         return Pickled(pickle.dumps((sent, left_out, seeds), 5), [])
     return dumps((sent, left_out, seeds))
