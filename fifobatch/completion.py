@@ -207,9 +207,8 @@ class Completions(Iterator[Any]):
                     self._raise_end()
                 self._receive()
                 self._check_open()
-            while (
-                self._lanes is not None and self._lanes.warnings
-            ):  # now, as it may be an error: then the batch still comes
+            # Before the batch is taken: a warning may be an error, and then the batch still comes.
+            while self._lanes is not None and self._lanes.warnings:
                 warnings.warn(self._lanes.warnings.pop(0), stacklevel=self._stacklevel + 1)
             _, future = self._window.deliver()
             self.trace.hand_over(future.record, future.error_name)

@@ -149,7 +149,7 @@ class Lane:
         indices = range(first, first + count)
         if self._stream.stride:
             indices = range(self._count * first + self._number, self._count * (first + count), self._count)
-        # Not the samples themselves are tried again, but what they are: their list may have been changed.
+        # A list of our own: collate_fn may change the one that it gets before it fails.
         keeps = attempt.attempt <= attempt.policy.retries
         kept = (list(samples), random_state()) if keeps else None
         try:
