@@ -22,76 +22,19 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-from fifobatch.errors import ClosedError, FifobatchError, noted
-from fifobatch.plan import Batch, Chunk, Failure
+from fifobatch.errors import ClosedError, noted
+from fifobatch.futures import BatchFuture, Completing, OneAhead, check_may_wait, make_preparer, prepare_first
+from fifobatch.plan import Batch, Chunk
 from fifobatch.streams import Lanes
-from fifobatch.trace import Record, Trace
+from fifobatch.trace import Trace
 from fifobatch.window import Window
 
-__all__ = ["BatchFuture", "Completions", "Loading", "check_may_wait", "make_preparer", "prepare_first"]
-
-
-class BatchFuture(Future[Batch[Any]]):
-    """The future of one batch.
-
-    Attributes:
-        chunk: What it loads.
-        record: When it was submitted, loaded, delivered.
-        failures: The samples that were left out.
-        left_out: Their positions in the chunk.
-        is_empty: Whether that was all of them: there is nothing to deliver.
-        is_void: Whether there is no such batch, as its lane of a stream was over before.
-        is_last: Whether its lane is over with it.
-        is_cut: Whether that is so because the stream has raised an error, which was left out.
-        has_looked: Whether the stream's dataset has looked at its worker info there; None if there was nothing to see.
-    """
-
-    def __init__(self, chunk: Chunk) -> None:
-        super().__init__()
-        self.chunk = chunk
-        self.record = Record(chunk.number)
-        self.failures: list[Failure] = []
-        self.is_empty = self.is_void = self.is_last = self.is_cut = False
-        self.has_looked: bool | None = None
-        self.left_out: tuple[int, ...] = ()
-        self.inner: Future[Any] | None = None  # the pool's
-
-    def cancel(self) -> bool:
-        """Cancel, if no worker has it yet. Once the pool has queued it for a worker, it cannot be cancelled."""
-        # The pool's future decides; when it is cancelled, its done callback settles this one (and drops it).
-        inner = self.inner
-        return inner is not None and inner.cancel()
-
-    @property
-    def nbytes(self) -> int | None:
-        """The size of its batch, as the window counts it; None if it is not known yet."""
-        return self.record.bytes
-
-    @property
-    def error_name(self) -> str | None:
-        """The class of the error that it is done with, if it is."""
-        error: BaseException | None = CancelledError() if self.cancelled() else self.exception()
-        if self.is_empty:
-            error = self.failures[0].error
-        return None if error is None else type(error).__name__
-
-    def settle_cancelled(self) -> None:
-        """Mark as cancelled: its chunk will not be loaded."""
-        super().cancel()
-        self.set_running_or_notify_cancel()
-
-
-class Completing(Protocol):
-    """Who completes the futures."""
-
-    @property
-    def completes_here(self) -> bool:
-        """Whether that happens in this thread."""
+__all__ = ["Completions", "Loading"]
 
 
 class Loading(Protocol):
@@ -117,7 +60,8 @@ class Completions(Iterator[Any]):
         select: What to yield of a batch.
         trace: Where to note what happens; it has begun.
         executor: Kept alive as long as the iterator: when nobody refers to it, it ends.
-        prepare: Done to each batch before it is delivered, in a thread of its own.
+        prepare: Done to each batch when it is complete, in a thread of its own.
+        stage: Done in that thread to the batch that is next, while the consumer has the one before it.
         stacklevel: Of what there is to warn of in a stream, from ``next()``.
         failed: What reading the first chunk has raised; there are none then.
     """
@@ -131,6 +75,7 @@ class Completions(Iterator[Any]):
         trace: Trace,
         executor: Completing,
         prepare: Callable[[Batch[Any]], Batch[Any]] | None = None,
+        stage: Callable[[Batch[Any]], Batch[Any]] | None = None,
         stacklevel: int = 1,
         failed: Exception | None = None,
     ) -> None:
@@ -146,10 +91,15 @@ class Completions(Iterator[Any]):
         self.trace = trace
         self._completed: queue.SimpleQueue[BatchFuture | None] = queue.SimpleQueue()
         self._put: Callable[[Any], object] = partial(_put, weakref.ref(self._completed))
-        if prepare is not None:
+        self._ahead: OneAhead | None = None
+        if prepare is not None or stage is not None:
             # Its thread ends with the last reference to it: this iterator's, or that of a batch still to come.
             preparer = make_preparer()
-            self._put = partial(prepare_first, preparer, prepare, self._put)
+            if stage is not None:
+                self._ahead = OneAhead(stage, preparer, window, self._completed)
+                self._put = self._ahead.callback()
+            if prepare is not None:
+                self._put = partial(prepare_first, preparer, prepare, self._put)
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._plan_error = None if failed is None else failed.with_traceback(_outside(failed))
@@ -215,8 +165,17 @@ class Completions(Iterator[Any]):
             self.trace.failures += future.failures
             self._refill()
             if not future.is_empty:
-                return future
+                return future if self._ahead is None else self._staged(self._ahead, future)
             self.trace.deliver(future.record)
+
+    def _staged(self, ahead: OneAhead, future: BatchFuture) -> BatchFuture:
+        """Return a batch as staged, and begin with the next one, if it is there; if not, it begins as it comes."""
+        staged = ahead.take(future)
+        while not self._completed.empty():
+            self._receive()
+        if self._window.ready:
+            ahead.offer(self._window.next)
+        return staged.result()
 
     def _raise_end(self) -> NoReturn:
         error, self._plan_error = self._plan_error, None
@@ -279,67 +238,6 @@ class Completions(Iterator[Any]):
             self._take = None
             self._end()
             self._completed.put(None)
-
-
-_preparing = threading.local()
-
-
-def make_preparer() -> ThreadPoolExecutor:
-    """Return a thread that prepares batches."""
-    return ThreadPoolExecutor(1, "fifobatch-prepare", setattr, (_preparing, "here", True))
-
-
-def check_may_wait(executor: Completing) -> None:
-    """Check that this thread may wait for a batch.
-
-    Raises:
-        FifobatchError: It is one of those that complete them, in a done callback.
-    """
-    if executor.completes_here or getattr(_preparing, "here", False):
-        raise FifobatchError(
-            "called in a done callback, in the thread that would complete it: that would wait for ever. Let the "
-            "callback put what it has into a queue, and wait in a thread of your own"
-        )
-
-
-def prepare_first(
-    preparer: Executor,
-    prepare: Callable[[Batch[Any]], Batch[Any]],
-    put: Callable[[BatchFuture], object],
-    future: BatchFuture,
-) -> None:
-    """Have a batch prepared in the preparer's thread, and then ``put``; a done callback."""
-    arguments = [(prepare, put, future)]
-    try:
-        preparer.submit(_prepare, arguments)
-    except RuntimeError:  # the main thread has ended, and concurrent.futures with it; somebody else still iterates
-        _prepare(arguments)
-
-
-def _prepare(arguments: list[tuple[Any, Any, BatchFuture]]) -> None:
-    # An error's traceback holds the frames of this thread, and with them what they hold. So that the batch's error does
-    # not keep its iterator, and this thread for ever: the list that concurrent.futures has is emptied, and so are ours.
-    prepare, put, future = arguments.pop()
-    if not future.cancelled() and future.exception() is None and not (future.is_empty or future.is_void):
-        future = _prepared(prepare, future)
-    try:
-        put(future)
-    finally:
-        del prepare, put, future
-
-
-def _prepared(prepare: Callable[[Batch[Any]], Batch[Any]], future: BatchFuture) -> BatchFuture:
-    prepared = BatchFuture(future.chunk)
-    prepared.record, prepared.failures, prepared.left_out = future.record, future.failures, future.left_out
-    prepared.is_last, prepared.is_cut, prepared.has_looked = future.is_last, future.is_cut, future.has_looked
-    try:
-        prepared.set_result(prepare(future.result()))
-    except Exception as error:  # what the user's own pin_memory() raises, or no memory: this batch's error
-        prepared.set_exception(error)
-    try:
-        return prepared
-    finally:
-        del prepare, future, prepared
 
 
 def _put(completed: "weakref.ref[queue.SimpleQueue[Any]]", future: "Future[Batch[Any]]") -> None:

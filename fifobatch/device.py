@@ -1,6 +1,7 @@
 """Batches on their way to an accelerator: pinned memory, and the copy to a device.
 
-`Transfer.prepare` runs in the preparing thread, as batches complete; `Transfer.arrive` in the thread that takes them.
+`Transfer.prepare` runs in the preparing thread, as batches complete; `Transfer.stage` there, too, for the batch that is
+next; `Transfer.arrive` in the thread that takes them.
 
 On CUDA a batch is copied on a stream of its own beside the consumer's, as torch's notes on CUDA semantics ask for: the
 copy's end is an event that the consumer's stream waits for, and each tensor is recorded on that stream, so that its
@@ -11,7 +12,7 @@ returns, and torch keeps pinned sources itself; so a slot may be given back at o
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +30,13 @@ class Transfer(NamedTuple):
     """What is done to each batch.
 
     Attributes:
-        prepare: Before it is delivered.
-        arrive: To what was prepared, when somebody takes it.
+        prepare: When it is complete: into pinned memory.
+        stage: Then, when it is the next to be delivered: to the device.
+        arrive: To what was staged, when somebody takes it.
     """
 
     prepare: Prepare | None = None
+    stage: Prepare | None = None
     arrive: Prepare | None = None
 
     @classmethod
@@ -43,20 +46,24 @@ class Transfer(NamedTuple):
         if device is None:
             return cls(pin)
         if device.type != "cuda":
-            return cls(_after(pin, _of_data(partial(mapped, lambda item: item.to(device)))))
+            return cls(pin, _of_data(partial(mapped, lambda item: item.to(device))))
         if device == torch.device("cuda"):  # whichever is this thread's
             device = torch.device("cuda", torch.cuda.current_device())
-        return cls(_after(pin, _of_data(SideStream(device))), _of_data(arrived))
+        return cls(pin, _of_data(SideStream(device)), _of_data(arrived))
 
     @property
     def at_once(self) -> Prepare | None:
-        """Both, one after the other."""
-        return self.prepare if self.prepare is None or self.arrive is None else _after(self.prepare, self.arrive)
+        """All of it, one after the other."""
+        steps = [step for step in self if step is not None]
+        return reduce(_after, steps) if steps else None
 
     def before(self, select: Callable[[Batch[Any]], Any]) -> Callable[[Batch[Any]], Any]:
-        """Return what selects of a batch that has arrived."""
-        arrive = self.arrive
-        return select if arrive is None else lambda batch: select(arrive(batch))
+        """Return what selects of a batch that was staged."""
+        return select if self.arrive is None else _after(self.arrive, select)
+
+    def all_before(self, select: Callable[[Batch[Any]], Any]) -> Callable[[Batch[Any]], Any]:
+        """Return what selects of a batch to which nothing was done yet."""
+        return select if self.at_once is None else _after(self.at_once, select)
 
 
 NO_TRANSFER = Transfer()
@@ -132,11 +139,8 @@ class SideStream:
 
 
 def arrived(data: Any) -> Any:
-    """Return a batch's data, or a pair of them, as they are to be used in this thread."""
-    if isinstance(data, OnDevice):
-        return data.take()
-    is_pair = type(data) is tuple and any(isinstance(half, OnDevice) for half in data)
-    return tuple(map(arrived, data)) if is_pair else data
+    """Return a batch's data as they are to be used in this thread."""
+    return data.take() if isinstance(data, OnDevice) else data
 
 
 def mapped(function: Callable[[Any], Any], data: Any) -> Any:
@@ -180,8 +184,8 @@ def _of_data(function: Callable[[Any], Any]) -> Prepare:
     return lambda batch: dataclasses.replace(batch, data=function(batch.data))
 
 
-def _after(first: Prepare | None, then: Prepare) -> Prepare:
-    return then if first is None else lambda batch: then(first(batch))
+def _after(first: Prepare, then: Callable[[Batch[Any]], Any]) -> Callable[[Batch[Any]], Any]:
+    return lambda batch: then(first(batch))
 
 
 def _pinning() -> Prepare:

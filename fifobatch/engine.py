@@ -27,13 +27,13 @@ from fifobatch import server
 from fifobatch.answers import explain, opened
 from fifobatch.arena import Arena, Room
 from fifobatch.board import Board
-from fifobatch.completion import BatchFuture
 from fifobatch.crew import Crew
 from fifobatch.elsewhere import load_elsewhere
 from fifobatch.errors import ClosedError, WorkerDiedError
 from fifobatch.exits import after_fork_in_child, at_exit, end_with_main_thread
 from fifobatch.fetch import Payload
 from fifobatch.flight import Flight, Run
+from fifobatch.futures import BatchFuture
 from fifobatch.pickling import Pickled
 from fifobatch.plan import Batch, Chunk
 from fifobatch.pool import WorkerPool

@@ -16,11 +16,12 @@ from typing import Any
 from fifobatch import server
 from fifobatch.arena import Arena
 from fifobatch.attempt import NO_POLICY, Policy
-from fifobatch.completion import BatchFuture, Completions, Loading
+from fifobatch.completion import Completions, Loading
 from fifobatch.engine import CANCEL, FINISH, GIVE_UP, Engine
 from fifobatch.errors import PlanError
 from fifobatch.fetch import Payload, StreamOptions
 from fifobatch.flight import Run
+from fifobatch.futures import BatchFuture
 from fifobatch.measures import Span, Statistics
 from fifobatch.plan import Batch, BatchPlan, Chunk, Passing
 from fifobatch.pool import cpu_count, loky_pool
@@ -150,6 +151,7 @@ class BatchExecutor:
         worker_init_fn: Callable[[int], None] | None = None,
         policy: Policy = NO_POLICY,
         prepare: Callable[[Batch[Any]], Batch[Any]] | None = None,
+        stage: Callable[[Batch[Any]], Batch[Any]] | None = None,
         owner: object = None,
         split: str = "auto",
         prefetch_factor: int | None = None,
@@ -165,7 +167,8 @@ class BatchExecutor:
             num_workers: What ``get_worker_info()`` says; ``max_workers`` if None.
             worker_init_fn: The executor's own if None.
             policy: What becomes of chunks that fail.
-            prepare: Done to each batch before it is delivered, in a thread of its own.
+            prepare: Done to each batch when it is complete, in a thread of its own.
+            stage: Done in that thread to the batch that is next, while the consumer has the one before it.
             owner: Whoever will iterate the same dataset again (``plan`` if None): what was shipped for it stays shipped
                 as long as it lives, so that workers keep their copy if nothing has changed.
             split: Who reads what of an ``IterableDataset``; see `FifoLoader`.
@@ -185,7 +188,7 @@ class BatchExecutor:
             self._latest[plan if owner is None else owner] = of_lanes
             per_lane = prefetch_factor or -(-window.size // count)
             lanes = Lanes(count, per_lane, window.max_skew is not None, plan.seed, plan.epoch, split)
-            return Completions(lanes, of_lanes, window, select, trace, self, prepare, stacklevel)
+            return Completions(lanes, of_lanes, window, select, trace, self, prepare, stage, stacklevel)
         chunks = iter(plan)
         first: list[Chunk] = []
         failed: Exception | None = None
@@ -208,7 +211,8 @@ class BatchExecutor:
             )
             if pair is not None:
                 loading = pair(run)
-        return Completions(itertools.chain(first, chunks), loading, window, select, trace, self, prepare, failed=failed)
+        chunks = itertools.chain(first, chunks)
+        return Completions(chunks, loading, window, select, trace, self, prepare, stage, failed=failed)
 
     def new_trace(self) -> Trace:
         """Return the trace of one iteration, which counts for this executor, too."""

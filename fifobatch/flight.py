@@ -11,9 +11,9 @@ from typing import Any
 
 from fifobatch.attempt import COLLATING, LISTING, PACKING, SETTING_UP, Policy, brief, named
 from fifobatch.board import START
-from fifobatch.completion import BatchFuture
 from fifobatch.errors import ChunkTimeoutError, WorkerDiedError
 from fifobatch.fetch import StreamOptions
+from fifobatch.futures import BatchFuture
 from fifobatch.pickling import Pickled, dumps, rebuild, report
 from fifobatch.plan import Batch, Chunk, Failure, Items, StreamChunk
 from fifobatch.pool import WorkerPool

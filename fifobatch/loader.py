@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from fifobatch import checks, server, summary
 from fifobatch.asynchronous import AsyncBatches
 from fifobatch.attempt import Policy
-from fifobatch.completion import BatchFuture, Completions
+from fifobatch.completion import Completions
 from fifobatch.device import Transfer, check_device
 from fifobatch.epoch import LoaderIterator
 from fifobatch.errors import PlanError
@@ -78,7 +78,7 @@ class FifoLoader(DataLoader[T_co]):
             never looks there. ``"stride"``: each of n workers reads all, and keeps every n-th sample. ``"parent"``:
             this process reads, and workers collate (so it is on other executors).
         device: Where batches arrive, such as ``"cuda"``: tensors, however nested, and objects that have a ``to``. They
-            are copied in a thread and on a stream of their own, as soon as they are complete.
+            are copied in a thread and on a stream of their own: the next one while you have the one before it.
 
     Raises:
         PlanError: ``multiprocessing_context`` is given, or torch sees no such ``device``.
@@ -279,8 +279,7 @@ class FifoLoader(DataLoader[T_co]):
         return batches, executor
 
     def _load_here(self, plan: BatchPlan, select: Callable[[Batch[Any]], Any], transfer: Transfer) -> InProcess:
-        do, stride = transfer.at_once, self.split == "stride"
-        return InProcess(plan, select if do is None else lambda batch: select(do(batch)), self._policy, stride)
+        return InProcess(plan, transfer.all_before(select), self._policy, self.split == "stride")
 
     def _load_there(
         self, executor: BatchExecutor, plan: BatchPlan, select: Callable[[Batch[Any]], Any], transfer: Transfer
@@ -293,6 +292,7 @@ class FifoLoader(DataLoader[T_co]):
             worker_init_fn=self.worker_init_fn,
             policy=self._policy,
             prepare=transfer.prepare,
+            stage=transfer.stage,
             owner=self,
             split=self.split,
             prefetch_factor=self.prefetch_factor,
@@ -315,7 +315,7 @@ class FifoLoader(DataLoader[T_co]):
             self._own = BatchExecutor(self.num_workers)
         return self._own
 
-    def _make_window(self) -> Window[BatchFuture]:
+    def _make_window(self) -> Window[Any]:
         size = self.window
         if size is None:
             size = max(1, (self.prefetch_factor or 0) * self.num_workers)

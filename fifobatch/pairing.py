@@ -15,141 +15,19 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Executor
 from functools import partial
-from typing import Any
 
 from fifobatch.alignment import Alignment, both_failed, say_half
-from fifobatch.completion import BatchFuture, Completing, check_may_wait, make_preparer, prepare_first
-from fifobatch.device import Prepare, arrived
+from fifobatch.device import NO_TRANSFER, Prepare, Transfer
 from fifobatch.errors import ClosedError
 from fifobatch.flight import Run
+from fifobatch.futures import BatchFuture, make_preparer, prepare_first
 from fifobatch.plan import Batch, Chunk, Failure
+from fifobatch.target import Target
 from fifobatch.trace import Record
 
-__all__ = ["Pairing", "Target", "hand_out"]
-
-CLOSED = "its loader was closed"
-
-
-class Target(Future[Any]):
-    """A future of the target batch of a pair: of the very same indices as the input batch beside it.
-
-    Once handed out it is loaded, also if its iterator is dropped. Only ``close()`` of the loader and dropping the
-    future itself end that.
-    """
-
-    def __init__(self, pairing: "Pairing", pair: Record, batch: BatchFuture) -> None:
-        super().__init__()
-        self._pairing = pairing
-        self._pair = pair
-        self._batch: BatchFuture | None = batch
-        self.record = batch.record
-        self._asked_to_cancel = False
-        self._executor: Completing | None = None
-        self._let_go: Callable[[], object] | None = None
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Return the target batch, waiting for it.
-
-        Raises:
-            CancelledError: It was cancelled.
-            ClosedError: Its loader was closed.
-            FifobatchError: It is not done, and this is called in a done callback, in a thread that completes targets.
-            TimeoutError: It did not come within ``timeout`` seconds.
-            Exception: What the user's code raised for it, as `FifoLoader` raises it.
-        """
-        if self.done():
-            return arrived(super().result())
-        self._check_may_wait()
-        requested = time.perf_counter()
-        try:
-            return arrived(super().result(timeout))
-        finally:
-            # The consumer waits here instead of in next(), and so it is shown.
-            self._pairing.waited(self.record, requested)
-            del self  # an error's traceback holds this frame
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the error that it is done with, waiting for it; None if it is done with a batch.
-
-        Raises:
-            CancelledError, FifobatchError, TimeoutError: As `result`.
-        """
-        self._check_may_wait()
-        return super().exception(timeout)
-
-    def _check_may_wait(self) -> None:
-        executor = self._executor
-        if executor is not None and not self.done():
-            check_may_wait(executor)
-
-    def cancel(self) -> bool:
-        """Cancel, if no worker has it yet."""
-        batch, self._asked_to_cancel = self._batch, True
-        return self.cancelled() or (batch is not None and batch.cancel())
-
-    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
-        """Have ``fn`` called with this future when it is done.
-
-        It is called in the thread that completes all batches and targets of its loader (or here and now, if it is
-        done), so be brief: meanwhile none comes. Waiting there for another is a `FifobatchError`.
-        """
-        super().add_done_callback(fn)
-        batch = self._batch
-        if batch is not None:
-            batch.add_done_callback(partial(_keep, self))  # also if the caller drops it
-
-    def hand_out(self, executor: Completing) -> None:
-        """Note that somebody wants it, until it is done or dropped; and keep the executor alive until then."""
-        self._let_go = finalizer = weakref.finalize(self, self._pairing.hand_out(self))
-        finalizer.atexit = False
-        self._executor = executor
-        if self.done():  # perhaps just now
-            self._release()
-        elif self._pairing.closed:  # likewise
-            self.give_up()
-
-    def give_up(self) -> None:
-        """Be done with a `ClosedError`, unless it is done: whatever its worker is at, nobody waits for that."""
-        with suppress(InvalidStateError):  # it has come meanwhile, in the pool's thread
-            self.set_exception(ClosedError(f"the target of pair {self.record.number} is not loaded: {CLOSED}"))
-        self._release()
-
-    def _release(self) -> None:
-        self._batch = self._executor = None
-        if self._let_go is not None:
-            self._let_go()
-
-    def complete(self, future: BatchFuture) -> None:
-        """Take over what its task has come to."""
-        number = future.chunk.number
-        if not future.cancelled():
-            self._pairing.note_arrival(self._pair, future)
-        with suppress(InvalidStateError):  # it was given up meanwhile, in the thread that closes the loader
-            if future.cancelled() and self._asked_to_cancel:
-                if super().cancel():
-                    self.set_running_or_notify_cancel()
-            elif future.cancelled():
-                self.set_exception(ClosedError(f"the target of pair {number} is not loaded: {CLOSED}"))
-            else:
-                error = future.exception()
-                if isinstance(error, Exception):
-                    self.set_exception(say_half(error, "target", number))
-                else:
-                    self.set_result(future.result().data)
-        self._release()
-
-
-def hand_out(select: Callable[[Batch[Any]], Any], executor: Completing, batch: Batch[Any]) -> Any:
-    """Return what to yield of a pair; from now on its target is wanted, and keeps the executor until it is done."""
-    batch.data[1].hand_out(executor)
-    return select(batch)
-
-
-def _keep(target: Target, future: "Future[Any]") -> None:
-    """Do nothing: a done callback that keeps the target alive."""
+__all__ = ["Pairing"]
 
 
 def _take_over(
@@ -160,17 +38,17 @@ def _take_over(
         if not future.cancelled():
             pairing.note_arrival(pair, future)  # loaded all the same
     elif future.cancelled():
-        wanted.complete(future)
+        wanted.arrive(future)
     else:
-        then(wanted.complete, future)
+        then(wanted.arrive, future)
 
 
 class _Then:
-    """Calls with a future that is done, after its batch was prepared if it is to be."""
+    """Calls with a future that is done, after something was done to its batch, if it is to be."""
 
-    def __init__(self, prepare: Prepare | None) -> None:
+    def __init__(self, prepare: Prepare | None, preparer: Executor | None) -> None:
         self._prepare = prepare
-        self._preparer = None if prepare is None else make_preparer()
+        self._preparer = preparer
 
     def __call__(self, call: Callable[[BatchFuture], object], future: BatchFuture) -> None:
         if self._prepare is None or self._preparer is None:
@@ -197,17 +75,26 @@ class Pairing:
         targets: Submits the targets.
         alignment: How their chunks follow from the inputs'.
         zips: Whether a pair is complete with both halves, not with its input.
-        prepare: Done to the batches of either half, in a thread of its own.
+        transfer: What is done to the batches of either half, in a thread of its own. Here the targets are staged,
+            those that were handed out; inputs are by `Completions`.
+
+    Attributes:
+        stages: Whether something is done to targets when they are handed out.
+        stage: Does it, in the preparing thread, and then calls.
+        closed: Whether the loader was.
     """
 
     def __init__(
-        self, inputs: Run, targets: Run, alignment: Alignment, zips: bool, prepare: Prepare | None = None
+        self, inputs: Run, targets: Run, alignment: Alignment, zips: bool, transfer: Transfer = NO_TRANSFER
     ) -> None:
         self._inputs = inputs
         self._targets = targets
         self._alignment = alignment
         self._zips = zips
-        self._then = _Then(prepare)
+        preparer = None if transfer == NO_TRANSFER else make_preparer()
+        self._then = _Then(transfer.prepare, preparer)
+        self.stage = _Then(transfer.stage, preparer)
+        self.stages = transfer.stage is not None
         self._largest: int | None = None  # target, in bytes
         self._handed_out: dict[int, weakref.ref[Target]] = {}  # and not done
         self._over = False

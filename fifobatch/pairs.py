@@ -23,8 +23,9 @@ from fifobatch.executor import BatchExecutor
 from fifobatch.flight import Run
 from fifobatch.inprocess import InProcess
 from fifobatch.loader import FifoLoader
-from fifobatch.pairing import Pairing, hand_out
+from fifobatch.pairing import Pairing
 from fifobatch.plan import Batch, BatchPlan
+from fifobatch.target import hand_out
 
 __all__ = ["PairedLoader"]
 
@@ -167,20 +168,20 @@ class PairedLoader(FifoLoader[Any]):
                 )
             except PlanError as error:
                 raise say_half(error, "target") from error.__cause__
-            pairing = Pairing(inputs, run, alignment, zips, transfer.prepare)
+            pairing = Pairing(inputs, run, alignment, zips, transfer)
             self._pairings.add(pairing)
             return pairing
 
         window, zips = self._make_window(), select is _both
-        select = transfer.before(select)
         try:
             return executor.iterate(
                 plan,
                 window,
-                select if zips else partial(hand_out, select, executor),
+                transfer.before(select if zips else partial(hand_out, select, executor)),
                 num_workers=self.num_workers,
                 worker_init_fn=self.worker_init_fn,
                 policy=self._policy,
+                stage=transfer.stage,
                 owner=self,
                 pair=pair,
             )

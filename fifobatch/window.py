@@ -90,6 +90,11 @@ class Window(Generic[Item]):
         """Whether `deliver` has something to deliver."""
         return bool(self._ready)
 
+    @property
+    def next(self) -> Item:
+        """What `deliver` would take."""
+        return self._ready[0][1]
+
     def submit(self, number: int | None = None) -> int:
         """Count one more batch as under way, and return its number: the next one if it is not given."""
         assert not self.full, "submitted more than the window holds"
@@ -114,7 +119,7 @@ class Window(Generic[Item]):
         if size is not None:
             self._bytes[number] = size
             self._largest = max(size, self._largest or 0)
-        if self._may_go(number):
+        if self.may_go(number):
             self._ready.append((number, item))
         else:
             heapq.heappush(self._held, (number, item))
@@ -151,7 +156,7 @@ class Window(Generic[Item]):
         while self._low < self._top and (self._low in self._above or self._will_not_come(self._low)):
             self._above.discard(self._low)
             self._low += 1
-        while self._held and self._may_go(self._held[0][0]):
+        while self._held and self.may_go(self._held[0][0]):
             self._ready.append(heapq.heappop(self._held))
 
     def _will_not_come(self, number: int) -> bool:
@@ -172,9 +177,9 @@ class Window(Generic[Item]):
             f"loaded {sorted(self._completed)}>"
         )
 
-    def _may_go(self, number: int) -> bool:
-        # When q is delivered, every batch planned at q - max_skew - 1 or before has been delivered. _low only grows,
-        # so what may go once may always go.
+    def may_go(self, number: int) -> bool:
+        """Whether batch ``number`` may be delivered once it is complete. Any thread may ask: a yes holds for ever."""
+        # When q is delivered, every batch planned at q - max_skew - 1 or before has been delivered. _low only grows.
         return self.max_skew is None or number - self._low <= self.max_skew
 
 

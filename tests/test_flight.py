@@ -6,9 +6,9 @@ import pytest
 
 from fifobatch.attempt import COLLATING, LISTING, PACKING, SETTING_UP, Policy
 from fifobatch.board import START
-from fifobatch.completion import BatchFuture
 from fifobatch.errors import ChunkTimeoutError, WorkerDiedError
 from fifobatch.flight import FRUITLESS_STARTS, Flight, Run
+from fifobatch.futures import BatchFuture
 from fifobatch.plan import Batch, Chunk, StreamChunk
 from fifobatch.trace import Trace
 
