@@ -94,6 +94,7 @@ class Attempt:
         left_out: Positions of samples not to load, as they kill or stop the process.
         singly: Load one sample at a time, also where the dataset would load several at once.
         seeds: One for each sample, and one for ``collate_fn``; None where the chunk is seeded as a whole.
+        seed: The chunk's, with which the caller has seeded this process; None where it has not.
 
     Attributes:
         failed: What was left out: the samples' positions (None for all that are not in ``left_out``), and the error.
@@ -107,6 +108,7 @@ class Attempt:
         left_out: Collection[int] = (),
         singly: bool = False,
         seeds: Sequence[int] | None = None,
+        seed: int | None = None,
     ) -> None:
         self.number = number
         self.policy = policy
@@ -114,6 +116,7 @@ class Attempt:
         self.left_out = left_out
         self.singly = singly or seeds is not None
         self.seeds = seeds
+        self.seed = seed
         self.failed: list[tuple[tuple[int, ...] | None, Located]] = []
         self._began = time.perf_counter()
 

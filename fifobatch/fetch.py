@@ -159,6 +159,8 @@ def _load_list(dataset: Any, indices: Any, attempt: Attempt) -> tuple[Any, Any]:
             raise attempt.located(error, where) from None
     else:
         return samples, indices
+    if attempt.seed is not None:
+        seed_all(attempt.seed)  # what was drawn so far is drawn again
     return _load_each(dataset, indices, attempt)  # to find out which of them fail
 
 

@@ -96,7 +96,7 @@ class InProcess(Iterator[Any]):
         """Return the chunk's batch; None if every sample of it was left out, `VOID` if there is none."""
         for number in itertools.count(1):
             started = time.perf_counter()
-            attempt = Attempt(chunk.number, self._payload.policy, number, seeds=chunk.seeds)
+            attempt = Attempt(chunk.number, self._payload.policy, number, seeds=chunk.seeds, seed=chunk.seed)
             try:
                 with seeds(chunk.seed):
                     if self._lane is not None:

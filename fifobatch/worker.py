@@ -190,7 +190,7 @@ class _Attempt(Attempt):
     def __init__(
         self, worker: _Worker, task: Task, plan: Payload, left_out: tuple[int, ...], seeds: tuple[int, ...] | None
     ) -> None:
-        super().__init__(task.number, plan.policy, task.attempt, left_out, task.singly, seeds)
+        super().__init__(task.number, plan.policy, task.attempt, left_out, task.singly, seeds, task.seed)
         self._worker = worker
         self._run = task.run
 

@@ -234,3 +234,43 @@ def test_skipping_in_this_process() -> None:
     assert len(caught) == 1 and "4 samples" in str(caught[0].message)
     assert caught[0].filename == __file__
     assert loader.statistics().retries == 2
+
+
+class DrawingLists:
+    """A dataset that loads lists; each sample is a random number. Some raise, always or, the last one, once."""
+
+    def __init__(self, always: set[int], raised: bool) -> None:
+        self.always = always
+        self.raised = raised
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[int, float]]:
+        return [self.load(index) for index in indices]
+
+    def load(self, index: int) -> tuple[int, float]:
+        if index in self.always or (index == 5 and not self.raised):
+            self.raised = True
+            raise OSError("not to be had")
+        return index, torch.rand(()).item()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_is_loaded_one_by_one_after_its_list_has_failed_has_the_same_random_numbers(num_workers: int) -> None:
+    def load(always: set[int], raised: bool) -> dict[int, float]:
+        loader: FifoLoader[Any] = FifoLoader(
+            DrawingLists(always, raised),
+            batch_size=3,
+            num_workers=num_workers,
+            collate_fn=list,
+            on_error="skip",
+            generator=torch.Generator().manual_seed(3),
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "left out of this epoch")
+            return dict(sample for batch in loader for sample in batch)
+
+    expected = load(set(), True)
+    assert load({2}, True) == {index: expected[index] for index in (0, 1, 3, 4, 5)}
+    assert load(set(), False) == expected  # what raised once has not raised again
