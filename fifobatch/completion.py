@@ -16,19 +16,17 @@ Several threads may share one iterator: a lock gives each batch to one of them.
 """
 
 import os
-import queue
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
 from fifobatch.errors import ClosedError, noted
-from fifobatch.futures import BatchFuture, Completing, OneAhead, check_may_wait, make_preparer, prepare_first
+from fifobatch.futures import BatchFuture, Completed, Completing, OneAhead, check_may_wait, make_preparer, prepare_first
 from fifobatch.plan import Batch, Chunk
 from fifobatch.streams import Lanes
 from fifobatch.trace import Trace
@@ -89,7 +87,8 @@ class Completions(Iterator[Any]):
         self._window = window
         self._select = select
         self.trace = trace
-        self._completed: queue.SimpleQueue[BatchFuture | None] = queue.SimpleQueue()
+        self._completed = Completed()
+        self._waiting = False
         self._put: Callable[[Any], object] = partial(_put, weakref.ref(self._completed))
         self._ahead: OneAhead | None = None
         if prepare is not None or stage is not None:
@@ -132,13 +131,16 @@ class Completions(Iterator[Any]):
         check_may_wait(self._executor)  # before the lock: who holds it may wait for this thread
         with self._lock:
             requested = time.perf_counter()
+            self._waiting = False
             try:
                 future = self._next_future()
             except (Exception, StopIteration):
                 self.trace.wait(requested)
                 raise
-            except BaseException:  # an interrupt: what is under way has lost its consumer
-                self.close()
+            except BaseException:  # an interrupt, such as Ctrl-C
+                if not self._waiting:  # it may have lost a batch that was just taken
+                    self.close()
+                self.trace.wait(requested)
                 raise
         try:
             if future.cancelled():  # not caught: user code may raise CancelledError, too
@@ -171,7 +173,7 @@ class Completions(Iterator[Any]):
     def _staged(self, ahead: OneAhead, future: BatchFuture) -> BatchFuture:
         """Return a batch as staged, and begin with the next one, if it is there; if not, it begins as it comes."""
         staged = ahead.take(future)
-        while not self._completed.empty():
+        while self._completed:
             self._receive()
         if self._window.ready:
             ahead.offer(self._window.next)
@@ -189,7 +191,10 @@ class Completions(Iterator[Any]):
 
     def _receive(self) -> None:
         """Take one completed future from the queue, waiting for it."""
-        future = self._completed.get()
+        self._waiting = True
+        self._completed.wait()
+        self._waiting = False
+        future = self._completed.take()
         if future is None:  # close() woke us up
             return
         number = future.chunk.number
@@ -240,7 +245,7 @@ class Completions(Iterator[Any]):
             self._completed.put(None)
 
 
-def _put(completed: "weakref.ref[queue.SimpleQueue[Any]]", future: "Future[Batch[Any]]") -> None:
+def _put(completed: "weakref.ref[Completed]", future: BatchFuture) -> None:
     # Not the queue's own put: a future keeps its callbacks, and batches that nobody fetches would live in a cycle.
     to = completed()
     if to is not None:

@@ -17,6 +17,7 @@ only waits for it.
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from functools import partial
@@ -27,7 +28,7 @@ from fifobatch.plan import Batch, Chunk, Failure
 from fifobatch.trace import Record
 from fifobatch.window import Window
 
-__all__ = ["BatchFuture", "Completing", "OneAhead", "check_may_wait", "make_preparer", "prepare_first"]
+__all__ = ["BatchFuture", "Completed", "Completing", "OneAhead", "check_may_wait", "make_preparer", "prepare_first"]
 
 
 class BatchFuture(Future[Batch[Any]]):
@@ -153,6 +154,37 @@ def _prepared(prepare: Callable[[Batch[Any]], Batch[Any]], future: BatchFuture) 
         del prepare, future, prepared
 
 
+class Completed:
+    """The completed queue, for one reader at a time: an interrupt while it waits takes nothing from it.
+
+    A ``SimpleQueue`` has given its item away if a signal's handler raises just as ``get()`` returns. So here an item is
+    taken after the waiting, which is for something else: one too many or too few of that does no harm.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[BatchFuture | None] = deque()
+        self._filled: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def put(self, item: BatchFuture | None) -> None:
+        """Add an item."""
+        self._items.append(item)
+        self._filled.put(None)
+
+    def wait(self) -> None:
+        """Wait until there is an item."""
+        while not self._items:
+            self._filled.get()
+
+    def take(self) -> BatchFuture | None:
+        """Take the oldest item."""
+        if not self._filled.empty():  # there is but one reader
+            self._filled.get()
+        return self._items.popleft()
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+
 class OneAhead:
     """Stages the batch that is next while the consumer has the one before it, and no more than that.
 
@@ -168,7 +200,7 @@ class OneAhead:
         stage: Callable[[Batch[Any]], Batch[Any]],
         preparer: Executor,
         window: Window[BatchFuture],
-        completed: "queue.SimpleQueue[BatchFuture | None]",
+        completed: Completed,
     ) -> None:
         self._stage = stage
         self._preparer = preparer

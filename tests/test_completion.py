@@ -31,9 +31,11 @@ from fifobatch import (
     PlanError,
     SampleError,
     WorkerDiedError,
+    completion,
 )
 from fifobatch.completion import Completions
 from fifobatch.fetch import seeds
+from fifobatch.futures import Completed
 from fifobatch.testing import ManualExecutor
 from fifobatch.window import Window
 
@@ -501,6 +503,29 @@ def test_an_interrupt_in_the_sampler_passes_at_once_and_closes_the_iterator(exec
         next(batches)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, TimeoutError], ids=lambda cls: cls.__name__)
+def test_an_interrupt_of_the_waiting_loses_nothing(executor, manual, monkeypatch, error):
+    class Interrupted(Completed):
+        """Whenever nothing is there, a batch comes, and an interrupt just as it does."""
+
+        def wait(self) -> None:
+            if not self:
+                manual.complete(manual.pending[0])
+                self._filled.get()
+                raise error
+            super().wait()
+
+    monkeypatch.setattr(completion, "Completed", Interrupted)
+    batches = executor.as_completed(BatchPlan(range(6), batch_size=None), window=2)
+    seen: list[int] = []
+    for _ in range(6):
+        with pytest.raises(error):
+            next(batches)
+        seen.append(next(batches))
+    assert seen == list(range(6))
+    assert list(batches) == []
+
+
 def test_an_interrupt_in_the_sampler_passes_at_once_also_before_the_first_batch(executor, manual):
     with pytest.raises(KeyboardInterrupt):
         executor.as_completed(BatchPlan(range(9), sampler=broken_sampler(1, KeyboardInterrupt)), window=2)
@@ -560,22 +585,18 @@ def test_what_was_running_when_the_iterator_closed_is_discarded_when_it_complete
     assert not executor.usable
 
 
-def test_close_from_another_thread_wakes_a_waiting_next():
+def test_close_from_another_thread_wakes_a_waiting_next(monkeypatch):
+    waiting = threading.Event()
+
+    class Telling(Completed):
+        def wait(self) -> None:
+            waiting.set()
+            super().wait()
+
+    monkeypatch.setattr(completion, "Completed", Telling)
     busy = Busy()  # nothing completes, not even by being cancelled
     executor = BatchExecutor(executor=busy)
     batches = executor.iterate(BatchPlan(range(3)), Window(2), whole)
-    waiting = threading.Event()
-
-    class Telling:
-        def __init__(self, completed: "queue.SimpleQueue[Any]") -> None:
-            self.put = completed.put
-            self._get = completed.get
-
-        def get(self) -> Any:
-            waiting.set()
-            return self._get()
-
-    batches._completed = Telling(batches._completed)  # type: ignore[assignment]
     with ThreadPoolExecutor(2) as threads:
         waiters = [threads.submit(next, batches) for _ in range(2)]  # one waits for a batch, one for the lock
         assert waiting.wait(PATIENCE)
