@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
 from fifobatch.errors import ClosedError, noted
+from fifobatch.exits import end_daemon_thread
 from fifobatch.futures import BatchFuture, Completed, Completing, OneAhead, check_may_wait, make_preparer, prepare_first
 from fifobatch.plan import Batch, Chunk
 from fifobatch.streams import Lanes
@@ -127,6 +128,7 @@ class Completions(Iterator[Any]):
             Exception: What the user's code raised for this batch; the other batches still come.
             FifobatchError: It is called in a done callback, in a thread that completes batches.
             StopIteration: Every batch of the plan was yielded.
+            SystemExit: This is a daemon thread, and the interpreter is exiting.
         """
         check_may_wait(self._executor)  # before the lock: who holds it may wait for this thread
         with self._lock:
@@ -146,6 +148,9 @@ class Completions(Iterator[Any]):
             if future.cancelled():  # not caught: user code may raise CancelledError, too
                 raise ClosedError(f"chunk {future.chunk.number} was cancelled: the executor was shut down")
             return self._select(future.result())
+        except ClosedError:
+            end_daemon_thread()
+            raise
         finally:
             self.trace.deliver(future.record, requested)
             del self, future  # an error's traceback holds this frame

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable
 from multiprocessing import process
 
-__all__ = ["after_fork_in_child", "at_exit", "end_with_main_thread"]
+__all__ = ["after_fork_in_child", "at_exit", "end_daemon_thread", "end_with_main_thread"]
 
+_exiting = threading.Event()
 _registered: set[tuple[int, Callable[[], object]]] = set()
 
 
@@ -22,7 +23,22 @@ def at_exit(hook: Callable[[], object]) -> None:
 
     multiprocessing's children call no such hooks: see `end_with_main_thread`.
     """
-    atexit.register(hook)
+    atexit.register(_exit, hook)
+
+
+def end_daemon_thread() -> None:
+    """At interpreter exit, end this thread without a word if it is a daemon's: what it waited for will not come.
+
+    Raises:
+        SystemExit: It is. ``threading`` prints every other error.
+    """
+    if _exiting.is_set() and threading.current_thread().daemon:
+        raise SystemExit
+
+
+def _exit(hook: Callable[[], object]) -> None:
+    _exiting.set()
+    hook()
 
 
 def end_with_main_thread(hook: Callable[[], object]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from fifobatch.alignment import say_half
 from fifobatch.device import arrived
 from fifobatch.errors import ClosedError
+from fifobatch.exits import end_daemon_thread
 from fifobatch.futures import BatchFuture, Completing, check_may_wait
 from fifobatch.plan import Batch
 from fifobatch.trace import Record
@@ -86,6 +87,9 @@ class Target(Future[Any]):
         requested = time.perf_counter()
         try:
             return arrived(super().result(timeout))
+        except ClosedError:
+            end_daemon_thread()
+            raise
         finally:
             # The consumer waits here instead of in next(), and so it is shown.
             self._pairing.waited(self.record, requested)

@@ -12,7 +12,7 @@ from probes import Gate
 HEAD = """
 import atexit, gc, sys, threading, time
 from pathlib import Path
-from fifobatch import BatchExecutor, BatchPlan, ClosedError, FifoLoader
+from fifobatch import BatchExecutor, BatchPlan, ClosedError, FifoLoader, PairedLoader
 from probes import Calls, Gate, pass_gate
 
 def leave():
@@ -105,12 +105,13 @@ raise ValueError("the user's own")
     ),
     "loop in a daemon thread": Tail("""
 iterator = block()
-def wait():
-    try:
-        next(iterator)
-    except ClosedError:  # as the workers end before the threads do
-        pass
-threading.Thread(target=wait, daemon=True).start()
+threading.Thread(target=next, args=[iterator], daemon=True).start()
+leave()
+"""),
+    "target in a daemon thread": Tail("""
+pairs = PairedLoader(Calls(8, str), Calls(8, pass_gate, Gate.make(Path())), batch_size=1, num_workers=2)
+_, target = next(iter(pairs))
+threading.Thread(target=target.result, daemon=True).start()
 leave()
 """),
     "futures of an executor": Tail("""
