@@ -8,6 +8,7 @@ or runs ``pgrep``.
 """
 
 import contextlib
+import copy
 import os
 import signal
 import threading
@@ -106,7 +107,7 @@ class WorkerPool:
     def _start(self) -> LokyPool:
         with self._lock:
             if self.killed is not None:
-                raise self.killed
+                raise copy.copy(self.killed)  # a traceback that grew with each would keep its callers
             if self._loky is None:
                 self._loky = LokyPool(
                     self.max_workers,

@@ -13,6 +13,7 @@ things are done differently here, by overriding or reading what loky keeps priva
 - the moment that loky notices a death is told, before it kills the others (`Flags`).
 """
 
+import copy
 import fcntl
 import pickle
 import queue
@@ -215,7 +216,7 @@ class LokyPool(loky.process_executor.ProcessPoolExecutor):  # type: ignore[misc]
         future: Future[Any] = Future()
         with self._shutdown_lock:  # nor can the manager, without it, give up what it has
             if self._flags.broken is not None:
-                raise self._flags.broken
+                raise copy.copy(self._flags.broken)  # a traceback that grew with each would keep its callers
             if self._flags.shutdown:
                 raise loky.process_executor.ShutdownExecutorError("cannot schedule new futures after shutdown")
             work_id: int = self._queue_count

@@ -14,7 +14,9 @@ import subprocess
 import sys
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -221,6 +223,35 @@ def test_killed_workers_have_ended_though_their_server_is_gone() -> None:
         assert len(connection.wait(ends, timeout=0)) == 2  # they can write to no slot any more
     for future in futures:
         assert isinstance(future.exception(TIMEOUT), Exception)
+    assert pool.join(TIMEOUT)
+
+
+@pytest.mark.parametrize("who", ["we", "somebody"])
+def test_a_pool_whose_workers_were_killed_keeps_nobody_who_submits(who: str) -> None:
+    pool = WorkerPool(1, dict, (), lambda: None)
+    pid = pool.submit(os.getpid).result(TIMEOUT)
+    future = pool.submit(signal.pause)
+    if who == "we":
+        pool.kill(ClosedError("the test's"))
+    else:
+        os.kill(pid, signal.SIGKILL)
+    assert isinstance(future.exception(TIMEOUT), Exception)
+
+    def submit() -> weakref.ref[Any]:
+        mine = Calls(0, str)
+        try:
+            pool.submit(os.getpid)
+        except (ClosedError, BrokenExecutor):
+            return weakref.ref(mine)
+        raise AssertionError("it takes tasks")
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert submit()() is None
+    finally:
+        gc.enable()
+    pool.kill(ClosedError("the test's"))
     assert pool.join(TIMEOUT)
 
 
