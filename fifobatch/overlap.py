@@ -68,7 +68,7 @@ def overlap(contenders: Sequence[str], rounds: int, quick: bool) -> list[Measure
     its round. The first pair, which takes a worker 80 ms, is in them: it alone costs every contender 2 %.
     """
     torch.set_num_threads(1)
-    pairs = 20 if quick else 100
+    pairs = 10 if quick else 100
     inputs, targets = Half(pairs * BATCH_SIZE), Half(pairs * BATCH_SIZE)
     loaders = {
         contender: make_pairs(contender, inputs, targets, batch_size=BATCH_SIZE, num_workers=NUM_WORKERS)

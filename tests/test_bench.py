@@ -185,7 +185,7 @@ def test_what_an_epoch_takes_is_divided_by_the_longer_of_loading_and_computing(c
         assert unit == "ideal's"
         values = {"overlap: sleeping step": sleeping, "overlap: matrix product": computing}[figure]
         values.setdefault(contender, []).append(value)
-    assert made == [(contender, 4, 20, 20) for contender in contenders]
+    assert made == [(contender, 4, 10, 10) for contender in contenders]
     ratios = {"fifobatch": [1, 1], "torch by hand": [1.5, 1.5], "torch zip": [2, 2], "ideal": [1]}
     assert sleeping == {contender: pytest.approx(values) for contender, values in ratios.items()}
     # Its steps of 80 ms are what takes longer, not loading.

@@ -68,19 +68,19 @@ for batch in load(persistent_workers=True):
 }
 SLOW_TAILS = {
     "sys.exit in the loop": Tail("for batch in load(): leave(); sys.exit(3)", 3),
-    "finished epoch of persistent workers": Tail("""
-loader = load(persistent_workers=True)
-assert len(list(loader)) == 50
-leave()
-"""),
-    "iterator that nobody asked": Tail("iterator = iter(load()); leave()"),
-    "break": Tail("for batch in load(): break\nleave()"),
     "finished epoch": Tail("assert len(list(load())) == 50; leave()"),
-    "dropped iterator": Tail("iterator = iter(load()); next(iterator); del iterator; gc.collect(); leave()"),
-    "half-used iterator of persistent workers": Tail("""
-loader = load(persistent_workers=True)
+    "iterators in every state": Tail("""
+never_asked = iter(load())
+dropped = iter(load())
+next(dropped)
+del dropped
+for batch in load():
+    break
+for pair in zip(load(), load(persistent_workers=True)):
+    break
+half_used = load(persistent_workers=True)
 for _ in range(2):
-    iterator = iter(loader)
+    iterator = iter(half_used)
     next(iterator)
 leave()
 """),
@@ -120,11 +120,6 @@ plan = BatchPlan(Calls(8, pass_gate, gate))
 executor = BatchExecutor(2)
 futures = [executor.submit(plan, chunk) for chunk in plan]
 gate.arrivals(2)
-leave()
-"""),
-    "two loaders at once": Tail("""
-for pair in zip(load(), load(persistent_workers=True)):
-    break
 leave()
 """),
 }
