@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import psutil
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from fifobatch import FifoLoader
+from fifobatch import Batch, FifoLoader
 from fifobatch.testing import ManualExecutor
 
 TIMEOUT = 60.0  # for what must happen at all; a hang, not a measurement
@@ -94,6 +94,20 @@ class Calls:
 
     def __getitem__(self, index: int) -> Any:
         return self.function(index, *self.args)
+
+
+class Inline(Executor):
+    """An executor that runs each call when it is submitted."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def whole(batch: Batch[Any]) -> Batch[Any]:
+    """Select all of a batch."""
+    return batch
 
 
 def processes(index: int, *others: object) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from probes import Announcing
+from probes import Announcing, Inline, whole
 from torch.utils.data import DataLoader
 
 from fifobatch import (
@@ -40,20 +40,6 @@ from fifobatch.testing import ManualExecutor
 from fifobatch.window import Window
 
 PATIENCE = 60.0  # seconds until a test that waits for an event gives up: a hang becomes a failure, nothing is timed
-
-
-def whole(batch: Batch[Any]) -> Batch[Any]:
-    return batch
-
-
-class Inline(Executor):
-    """Runs each call when it is submitted."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()
-        future.set_result(fn(*args, **kwargs))
-        return future
 
 
 class Busy(ManualExecutor):

@@ -6,8 +6,7 @@ import itertools
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from probes import Calls, Inline, whole
 
 from fifobatch import Batch, BatchExecutor, BatchPlan, ClosedError, FifoLoader, PairedLoader, completion, pairing
 from fifobatch.device import Transfer
@@ -22,15 +22,6 @@ from fifobatch.testing import ManualExecutor
 from fifobatch.window import Window
 
 PATIENCE = 60.0  # seconds until a test that waits for an event gives up
-
-
-class Inline(Executor):
-    """Runs each call when it is submitted, so that what the preparing thread does is done at once."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        future: Future[Any] = Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
 
 
 @pytest.fixture
@@ -50,22 +41,10 @@ class Stage:
         return dataclasses.replace(batch, data=f"staged {batch.number}")
 
 
-def whole(batch: Batch[Any]) -> Batch[Any]:
-    return batch
-
-
-class Raising:
-    def __init__(self, failing: set[int], length: int) -> None:
-        self.failing = failing
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        if index in self.failing:
-            raise KeyError(index)
-        return index
+def number(index: int, failing: set[int]) -> int:
+    if index in failing:
+        raise KeyError(index)
+    return index
 
 
 @given(
@@ -83,7 +62,7 @@ def test_the_next_batch_is_staged_as_soon_as_it_is_there_and_no_other(total, win
         completed: list[int] = []
         delivered: list[int] = []
         with closing(BatchExecutor(executor=manual)) as executor:
-            plan = BatchPlan(Raising(failing, total), batch_size=None)
+            plan = BatchPlan(Calls(total, number, failing), batch_size=None)
             batches = executor.iterate(plan, Window(window, max_skew), whole, stage=stage)
             while len(delivered) < total:
                 low = next(number for number in itertools.count() if number not in delivered)
