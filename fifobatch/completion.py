@@ -27,7 +27,16 @@ from typing import Any, NoReturn, Protocol
 
 from fifobatch.errors import ClosedError, noted
 from fifobatch.exits import end_daemon_thread
-from fifobatch.futures import BatchFuture, Completed, Completing, OneAhead, check_may_wait, make_preparer, prepare_first
+from fifobatch.futures import (
+    BatchFuture,
+    Completed,
+    Completing,
+    OneAhead,
+    check_may_wait,
+    make_preparer,
+    prepare_first,
+    weakly,
+)
 from fifobatch.plan import Batch, Chunk
 from fifobatch.streams import Lanes
 from fifobatch.trace import Trace
@@ -90,14 +99,14 @@ class Completions(Iterator[Any]):
         self.trace = trace
         self._completed = Completed()
         self._waiting = False
-        self._put: Callable[[Any], object] = partial(_put, weakref.ref(self._completed))
+        self._put: Callable[[Any], object] = weakly(self._completed.put)
         self._ahead: OneAhead | None = None
         if prepare is not None or stage is not None:
             # Its thread ends with the last reference to it: this iterator's, or that of a batch still to come.
             preparer = make_preparer()
             if stage is not None:
                 self._ahead = OneAhead(stage, preparer, window, self._completed)
-                self._put = self._ahead.callback()
+                self._put = weakly(self._ahead.arrive)
             if prepare is not None:
                 self._put = partial(prepare_first, preparer, prepare, self._put)
         self._lock = threading.Lock()
@@ -190,6 +199,8 @@ class Completions(Iterator[Any]):
             if error is None:
                 self._window.check()
                 raise StopIteration
+            if isinstance(error, ClosedError):
+                end_daemon_thread()
             raise error
         finally:
             del self, error  # the traceback holds this frame
@@ -248,13 +259,6 @@ class Completions(Iterator[Any]):
             self._take = None
             self._end()
             self._completed.put(None)
-
-
-def _put(completed: "weakref.ref[Completed]", future: BatchFuture) -> None:
-    # Not the queue's own put: a future keeps its callbacks, and batches that nobody fetches would live in a cycle.
-    to = completed()
-    if to is not None:
-        to.put(future)
 
 
 def _outside(error: Exception) -> TracebackType | None:

@@ -28,7 +28,16 @@ from fifobatch.plan import Batch, Chunk, Failure
 from fifobatch.trace import Record
 from fifobatch.window import Window
 
-__all__ = ["BatchFuture", "Completed", "Completing", "OneAhead", "check_may_wait", "make_preparer", "prepare_first"]
+__all__ = [
+    "BatchFuture",
+    "Completed",
+    "Completing",
+    "OneAhead",
+    "check_may_wait",
+    "make_preparer",
+    "prepare_first",
+    "weakly",
+]
 
 
 class BatchFuture(Future[Batch[Any]]):
@@ -209,10 +218,6 @@ class OneAhead:
         self._lock = threading.Lock()
         self._ahead: tuple[int, Future[BatchFuture]] | None = None
 
-    def callback(self) -> Callable[[BatchFuture], object]:
-        """Return what is to be called with each batch that is complete; it does not keep this one alive."""
-        return partial(_arrive, weakref.ref(self))
-
     def arrive(self, future: BatchFuture) -> None:
         """Put a batch into the queue, and begin to stage it if it may be the next; in the thread that completed it."""
         # One step, as `take` is one: either the consumer, who then looks into the queue, finds this batch there, or
@@ -246,8 +251,15 @@ class OneAhead:
         return staged
 
 
-def _arrive(ahead: "weakref.ref[OneAhead]", future: BatchFuture) -> None:
-    # Not the method: a future keeps its callbacks, and batches that nobody fetches would live in a cycle.
-    to = ahead()
-    if to is not None:
-        to.arrive(future)
+def weakly(method: Callable[[BatchFuture], object]) -> Callable[[BatchFuture], object]:
+    """Return a done callback that calls ``method`` as long as its object lives.
+
+    A future keeps its callbacks, so with the method itself batches that nobody fetches would live in a cycle.
+    """
+    return partial(_call, weakref.WeakMethod(method))
+
+
+def _call(method: "weakref.WeakMethod[Callable[[BatchFuture], object]]", future: BatchFuture) -> None:
+    call = method()
+    if call is not None:
+        call(future)

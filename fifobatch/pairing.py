@@ -43,18 +43,16 @@ def _take_over(
         then(wanted.arrive, future)
 
 
-class _Then:
-    """Calls with a future that is done, after something was done to its batch, if it is to be."""
+_Then = Callable[[Callable[[BatchFuture], object], BatchFuture], object]
 
-    def __init__(self, prepare: Prepare | None, preparer: Executor | None) -> None:
-        self._prepare = prepare
-        self._preparer = preparer
 
-    def __call__(self, call: Callable[[BatchFuture], object], future: BatchFuture) -> None:
-        if self._prepare is None or self._preparer is None:
-            call(future)
-        else:
-            prepare_first(self._preparer, self._prepare, call, future)
+def _after(prepare: Prepare | None, preparer: Executor) -> _Then:
+    """Return what calls with a future that is done, after something was done to its batch, if it is to be."""
+    return _call if prepare is None else partial(prepare_first, preparer, prepare)
+
+
+def _call(call: Callable[[BatchFuture], object], future: BatchFuture) -> None:
+    call(future)
 
 
 class _Pair(BatchFuture):
@@ -79,8 +77,7 @@ class Pairing:
             those that were handed out; inputs are by `Completions`.
 
     Attributes:
-        stages: Whether something is done to targets when they are handed out.
-        stage: Does it, in the preparing thread, and then calls.
+        stage: Does to targets, when they are handed out, what is to be done then, and calls.
         closed: Whether the loader was.
     """
 
@@ -91,10 +88,9 @@ class Pairing:
         self._targets = targets
         self._alignment = alignment
         self._zips = zips
-        preparer = None if transfer == NO_TRANSFER else make_preparer()
-        self._then = _Then(transfer.prepare, preparer)
-        self.stage = _Then(transfer.stage, preparer)
-        self.stages = transfer.stage is not None
+        preparer = make_preparer()  # no thread before it has something to do
+        self._then = _after(transfer.prepare, preparer)
+        self.stage = _after(transfer.stage, preparer)
         self._largest: int | None = None  # target, in bytes
         self._handed_out: dict[int, weakref.ref[Target]] = {}  # and not done
         self._over = False

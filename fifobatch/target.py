@@ -31,15 +31,13 @@ class Wanting(Protocol):
 
     Attributes:
         closed: Whether the loader was.
-        stages: Whether something is done to targets once they are handed out.
     """
 
     closed: bool
-    stages: bool
 
     @property
-    def stage(self) -> Callable[[Callable[[BatchFuture], object], BatchFuture], None]:
-        """Does it to the batch of a future, and then calls with that."""
+    def stage(self) -> Callable[[Callable[[BatchFuture], object], BatchFuture], object]:
+        """Does what is to be done to the batch of a target that is handed out, and then calls with its future."""
 
     def hand_out(self, target: "Target") -> Callable[[], object]:
         """Note that a target is wanted, whatever becomes of the iterator; return what says that it no longer is."""
@@ -69,7 +67,7 @@ class Target(Future[Any]):
         self._let_go: Callable[[], object] | None = None
         self._lock = threading.Lock()  # for these two
         self._is_wanted = False
-        self._complete: BatchFuture | None = None  # it has come, but nobody wants it yet: it is not on the device
+        self._complete: BatchFuture | None = None  # it has come, but nobody wants it yet
 
     def result(self, timeout: float | None = None) -> Any:
         """Return the target batch, waiting for it.
@@ -152,10 +150,10 @@ class Target(Future[Any]):
             self._let_go()
 
     def arrive(self, future: BatchFuture) -> None:
-        """Take over what its task has come to; once it is wanted, where it must first be staged."""
+        """Take over what its task has come to, once it is wanted: not before that is it staged."""
         if not future.cancelled():
             self._pairing.note_arrival(self._pair, future)
-        if not self._pairing.stages or future.cancelled():
+        if future.cancelled():
             self.complete(future)
             return
         with self._lock:

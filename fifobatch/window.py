@@ -1,7 +1,7 @@
 """How much may be under way, and how far the order of delivery may drift from the plan.
 
 Pure counting: no lock, no process, no clock. Used by one thread at a time, the one that iterates (`completion`
-holds a lock around it).
+holds a lock around it); only `Window.may_go` is asked by others.
 """
 
 import heapq

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -172,23 +172,35 @@ def check_order(
     window=st.integers(1, 8),
     max_skew=st.one_of(st.none(), st.integers(0, 8)),
     failing=st.sets(st.integers(0, 19), max_size=3),
+    stages=st.booleans(),
     order=st.integers(0, 2**32).map(random.Random),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=120)
 def test_whatever_the_order_each_chunk_comes_once_within_the_bounds_and_nothing_deadlocks(
-    total, window, max_skew, failing, order
+    total, window, max_skew, failing, stages, order
 ):
     manual = ManualExecutor()
+    staged: list[int] = []
+
+    def stage(batch: Batch[Any]) -> Batch[Any]:
+        staged.append(batch.number)
+        return batch
+
     completed: list[int] = []
     delivered: list[int] = []
     failed: set[int] = set()
-    with BatchExecutor(executor=manual) as executor:
+    with closing(BatchExecutor(executor=manual)) as executor, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(completion, "make_preparer", Inline)  # what is to be staged is staged at once
         plan = BatchPlan(Raising({index: KeyError(index) for index in failing}, total), batch_size=None)
-        batches = executor.iterate(plan, Window(window, max_skew), whole)
+        batches = executor.iterate(plan, Window(window, max_skew), whole, stage=stage if stages else None)
         while len(delivered) < total:
             low = next(number for number in itertools.count() if number not in delivered)
             may_go = [n for n in completed if n not in delivered and (max_skew is None or n - low <= max_skew)]
             assert manual.pending or may_go, "deadlock"
+            ahead = [number for number in staged if number not in delivered]
+            assert len(ahead) <= 1, "the next batch is staged, as soon as it is there, and no other"
+            assert {*ahead} <= {*may_go}
+            assert not stages or failing or len(ahead) == min(1, len(may_go))
             if not may_go or (manual.pending and order.random() < 0.5):
                 completed.append(order.choice(manual.pending))
                 manual.complete(completed[-1])
@@ -197,6 +209,7 @@ def test_whatever_the_order_each_chunk_comes_once_within_the_bounds_and_nothing_
                 batch = next(batches)
                 delivered.append(batch.number)
                 assert batch == Batch(delivered[-1], delivered[-1], delivered[-1])
+                assert not stages or failing or ahead == [batch.number]
             except KeyError as error:
                 delivered.append(error.args[0])
                 failed.add(error.args[0])
@@ -207,6 +220,7 @@ def test_whatever_the_order_each_chunk_comes_once_within_the_bounds_and_nothing_
         assert list(batches) == []
     assert sorted(delivered) == list(range(total))
     assert failed == failing & {*range(total)}
+    assert sorted(staged) == [number for number in range(total) if stages and number not in failing]
     assert max_skew != 0 or delivered == list(range(total))
 
 

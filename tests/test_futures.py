@@ -2,8 +2,6 @@
 
 import dataclasses
 import gc
-import itertools
-import random
 import threading
 import weakref
 from collections.abc import Iterator
@@ -12,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from probes import Calls, Inline, whole
+from probes import Inline, whole
 
 from fifobatch import Batch, BatchExecutor, BatchPlan, ClosedError, FifoLoader, PairedLoader, completion, pairing
 from fifobatch.device import Transfer
@@ -39,52 +35,6 @@ class Stage:
     def __call__(self, batch: Batch[Any]) -> Batch[Any]:
         self.numbers.append(batch.number)
         return dataclasses.replace(batch, data=f"staged {batch.number}")
-
-
-def number(index: int, failing: set[int]) -> int:
-    if index in failing:
-        raise KeyError(index)
-    return index
-
-
-@given(
-    total=st.integers(0, 20),
-    window=st.integers(1, 8),
-    max_skew=st.one_of(st.none(), st.integers(0, 8)),
-    failing=st.sets(st.integers(0, 19), max_size=3),
-    order=st.integers(0, 2**32).map(random.Random),
-)
-@settings(deadline=None, max_examples=80)
-def test_the_next_batch_is_staged_as_soon_as_it_is_there_and_no_other(total, window, max_skew, failing, order):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(completion, "make_preparer", Inline)
-        stage, manual = Stage(), ManualExecutor()
-        completed: list[int] = []
-        delivered: list[int] = []
-        with closing(BatchExecutor(executor=manual)) as executor:
-            plan = BatchPlan(Calls(total, number, failing), batch_size=None)
-            batches = executor.iterate(plan, Window(window, max_skew), whole, stage=stage)
-            while len(delivered) < total:
-                low = next(number for number in itertools.count() if number not in delivered)
-                may_go = [n for n in completed if n not in delivered and (max_skew is None or n - low <= max_skew)]
-                ahead = [n for n in stage.numbers if n not in delivered]
-                assert len(ahead) <= 1
-                assert {*ahead} <= {*may_go}
-                assert failing or len(ahead) == min(1, len(may_go))
-                if not may_go or (manual.pending and order.random() < 0.5):
-                    completed.append(order.choice(manual.pending))
-                    manual.complete(completed[-1])
-                    continue
-                try:
-                    batch = next(batches)
-                    assert batch.data == f"staged {batch.number}"
-                    delivered.append(batch.number)
-                    assert failing or ahead == [batch.number]
-                except KeyError as error:
-                    delivered.append(error.args[0])
-            assert list(batches) == []
-        assert sorted(delivered) == list(range(total))
-        assert sorted(stage.numbers) == [number for number in range(total) if number not in failing]
 
 
 def test_what_is_staged_for_an_iterator_that_was_dropped_goes_with_it(inline):
